@@ -1,0 +1,167 @@
+"""The theorem: which drafted tokens are kept, and what replaces the first one that is not.
+
+p is the target's law of the next token, q the law the draft really drew from, both after every
+sampling transform. Keep x ~ q with probability min(1, p(x)/q(x)), else draw from the residual
+max(0, p - q), normalised. What comes out has law p, whatever q is:
+
+    min(p, q)  +  (1 - sum min(p, q)) * max(0, p - q) / sum max(0, p - q)  =  p
+
+since both sums that appear are equal. Leviathan et al., "Fast Inference from Transformers via
+Speculative Decoding" (arXiv 2211.17192), Algorithm 1 and appendix A.1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from specllama.sampling import Floats, Law, Streams
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """Proposed tokens, and the laws they were really drawn from, one each.
+
+    failed: the draft model produced no usable logits, so the proposal ends early.
+    """
+
+    tokens: tuple[int, ...] = ()
+    laws: tuple[Law, ...] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """What one round adds to a sequence: the accepted drafts, then exactly one token more.
+
+    target_laws: the target's laws that verification looked at, from the first drafted position on.
+    """
+
+    tokens: tuple[int, ...]
+    draft: Draft
+    target_laws: tuple[Law, ...]
+
+    @property
+    def proposed(self) -> int:
+        """How many tokens were drafted."""
+        return len(self.draft.tokens)
+
+    @property
+    def accepted(self) -> int:
+        """How many of them were kept."""
+        return len(self.tokens) - 1
+
+    @property
+    def provenance(self) -> tuple[str, ...]:
+        """Where each token comes from: "accepted", then "corrected" or, after them all, "bonus"."""
+        last = "bonus" if self.accepted == self.proposed else "corrected"
+        return ("accepted",) * self.accepted + (last,)
+
+
+# The target's law at the i-th drafted position (i = number of drafts before it), asked for in order
+# and only as far as needed: rows behind a token that the target calls impossible are undefined.
+TargetLaws = Callable[[int], Law]
+Verifier = Callable[[Draft, TargetLaws, Streams], Round]
+
+
+def acceptance_probability(p: Law, q: Law, token: int) -> float:
+    """min(1, p(token) / q(token)), the chance that a token drawn from q is kept."""
+    target, drafted = p.prob(token), q.prob(token)
+    if drafted <= 0:
+        log.error("token %d was drafted with probability 0: its law is not the one drawn", token)
+        return 0.0
+    return min(1.0, target / drafted)
+
+
+def accepted_mass(p: Law, q: Law) -> Floats:
+    """min(p, q) at p's ids: the unconditional mass of accepted proposals. [len(p.probs)]"""
+    return np.minimum(p.probs, q.on(p))
+
+
+def overlap(p: Law, q: Law) -> float:
+    """sum min(p, q) = 1 - TV(p, q): the acceptance of one position before its token is drawn."""
+    return float(accepted_mass(p, q).sum())
+
+
+def excess(p: Law, q: Law, scale: float = 1.0) -> Floats:
+    """max(0, scale * p - q) at p's ids, not normalised. [len(p.probs)]"""
+    return np.maximum(scale * p.probs - q.on(p), 0.0)
+
+
+def residual(p: Law, q: Law) -> Law:
+    """max(0, p - q), normalised: the law of the correction after a rejection.
+
+    Laws that agree up to the last bit can leave nothing to normalise although a rejection happened
+    by rounding; then p itself is the limit.
+    """
+    return _normalised(excess(p, q), p)
+
+
+def _normalised(weights: Floats, p: Law) -> Law:
+    """The law on p's ids proportional to `weights`, or p itself where they sum to nothing."""
+    total = weights.sum()
+    if not (np.isfinite(total) and total > 0):
+        return p
+    return Law(weights / total, p.ids)
+
+
+def verify_tokens(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
+    """Token verification (Leviathan et al., Algorithm 1): one test a token, stop at the first no."""
+    seen: list[Law] = []
+    for i, (token, q) in enumerate(zip(draft.tokens, draft.laws, strict=True)):
+        p = target(i)
+        seen.append(p)
+        if not streams.acceptance.bernoulli(acceptance_probability(p, q, token)):
+            corrected = streams.correction.categorical(residual(p, q))
+            return Round((*draft.tokens[:i], corrected), draft, tuple(seen))
+    bonus = streams.correction.categorical(target(len(draft.tokens)))
+    return Round((*draft.tokens, bonus), draft, tuple(seen))
+
+
+def verify_block(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
+    """Block verification: the longest prefix that passes is kept, at least as many tokens on average.
+
+    Sun et al., "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444). b is the
+    probability that the block so far survives; it is capped at 1 at every step, and the correction
+    comes from b * p - q, not from p - q.
+    """
+    survival, kept = 1.0, 0
+    correction: Law | None = None
+    seen: list[Law] = []
+    for i, (token, q) in enumerate(zip(draft.tokens, draft.laws, strict=True)):
+        p = target(i)
+        seen.append(p)
+        weights = excess(p, q, survival)
+        mass = float(weights.sum())
+        # mass + (1 - survival), in this order: (mass + 1) - survival would lose a tiny mass.
+        whole = mass + (1.0 - survival)
+        passes = mass / whole if whole > 0 else 1.0
+        if i == 0 or streams.acceptance.bernoulli(passes):
+            kept, correction = i, _normalised(weights, p)
+        survival = min(1.0, survival * _ratio(p, q, token))
+        if survival == 0:
+            break
+    else:
+        if not draft.tokens or streams.acceptance.bernoulli(survival):
+            bonus = streams.correction.categorical(target(len(draft.tokens)))
+            return Round((*draft.tokens, bonus), draft, tuple(seen))
+    assert correction is not None  # set at i == 0
+    corrected = streams.correction.categorical(correction)
+    return Round((*draft.tokens[:kept], corrected), draft, tuple(seen))
+
+
+def _ratio(p: Law, q: Law, token: int) -> float:
+    """p(token) / q(token), not capped; 0 for a token that q cannot have drawn."""
+    drafted = q.prob(token)
+    if drafted <= 0:
+        log.error("token %d was drafted with probability 0: its law is not the one drawn", token)
+        return 0.0
+    return p.prob(token) / drafted
+
+
+VERIFIERS: dict[str, Verifier] = {"block": verify_block, "token": verify_tokens}
