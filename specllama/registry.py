@@ -107,9 +107,10 @@ def load_registry(path: Path | None = None) -> Registry:
     path = default_registry_path() if path is None else Path(path)
     document = _Table(path, "", _read_toml(path))
     document.allow({"pairs"})
-    pairs = document.optional_table("pairs")
-    names = () if pairs is None else tuple(pairs.values)
-    return Registry(path, tuple(_parse_pair(pairs.table(n), n) for n in names if pairs))
+    if "pairs" not in document.values:
+        return Registry(path, ())
+    pairs = document.table("pairs")
+    return Registry(path, tuple(_parse_pair(pairs.table(name), name) for name in pairs.values))
 
 
 def locate(source: FileSource) -> Path:
@@ -186,7 +187,7 @@ def _locate_local(source: LocalFile) -> Path:
         return source.path
     if os.path.isdir(source.path):
         raise ModelError(f"{source.path} is a folder; name the .gguf file inside it")
-    raise ModelError(f"there is no readable file {source.path}; check the path in models.toml")
+    raise ModelError(f"there is no file {source.path}; correct the path, or put the file there")
 
 
 def _locate_package(source: PackageFile) -> Path:
@@ -204,18 +205,18 @@ def _locate_package(source: PackageFile) -> Path:
             f"{source.distribution} {distribution.version} is installed, and the pair needs "
             f"{source.version}; {install}"
         )
-    shipped = [entry.as_posix() for entry in distribution.files or ()]
-    if source.file not in shipped:
-        models = ", ".join(name for name in shipped if name.endswith(".gguf")) or "no .gguf file"
-        raise ModelError(
-            f"{source.distribution} {distribution.version} does not ship {source.file} "
-            f"(it ships {models}); correct the file in models.toml"
-        )
     path = Path(str(distribution.locate_file(source.file)))
-    if not os.path.isfile(path):
-        repair = install.replace("--no-deps", "--no-deps --force-reinstall")
-        raise ModelError(f"{path} has gone missing from {source.distribution}; {repair}")
-    return path
+    if os.path.isfile(path):
+        return path
+    shipped = [entry.as_posix() for entry in distribution.files or ()]
+    if source.file in shipped:
+        install = install.replace("--no-deps", "--no-deps --force-reinstall")
+        raise ModelError(f"{path} has gone missing from {source.distribution}; {install}")
+    models = ", ".join(name for name in shipped if name.endswith(".gguf")) or "no .gguf file"
+    raise ModelError(
+        f"{source.distribution} {distribution.version} does not ship {source.file} "
+        f"(it ships {models}); correct the file's name in the pair"
+    )
 
 
 def _locate_hub(source: HubFile) -> Path:
@@ -277,27 +278,12 @@ class _Table:
         return value
 
     def table(self, key: str) -> _Table:
-        table = self.optional_table(key)
-        if table is None:
+        if key not in self.values:
             self.refuse(f'"{self.key(key)}" is missing; add it')
-        return table
-
-    def optional_table(self, key: str) -> _Table | None:
-        value = self.values.get(key)
-        if value is None:
-            return None
+        value = self.values[key]
         if not isinstance(value, dict):
             self.refuse(f'"{self.key(key)}" must be a table, not {value!r}')
         return _Table(self.path, self.key(key), value)
-
-
-# What marks each kind of source, and the keys that may stand beside the mark.
-_KINDS: Mapping[str, Collection[str]] = {
-    "repo": ("repo", "file", "revision", "sha256"),
-    "path": ("path",),
-    "package": ("package", "version", "file"),
-    "requantise": ("requantise", "type"),
-}
 
 
 def _parse_pair(table: _Table, name: str) -> PairSpec:
@@ -306,48 +292,43 @@ def _parse_pair(table: _Table, name: str) -> PairSpec:
     table.allow({"target", "draft", "licence", "about"})
     target = _parse_source(table.table("target"))
     draft = _parse_source(table.table("draft"), target)
-    return PairSpec(
-        name, target, draft, table.optional_text("licence"), table.optional_text("about")
-    )
+    licence, about = table.optional_text("licence"), table.optional_text("about")
+    return PairSpec(name, target, draft, licence, about)
 
 
 def _parse_source(table: _Table, target: Source | None = None) -> Source:
+    """One side of a pair; the target is what a draft means by `requantise = "target"`."""
     if "requantise" not in table.values:
         return _parse_file(table)
-    table.allow(_KINDS["requantise"])
+    table.allow({"requantise", "type"})
     kind = table.text("type")
     if not re.fullmatch(r"[A-Za-z0-9_]+", kind):
         table.refuse(f'"{table.key("type")}" must be a quantisation type like "Q2_K", not "{kind}"')
-    return Requantised(_parse_original(table, target), kind.upper())
-
-
-def _parse_original(table: _Table, target: Source | None) -> FileSource:
-    """What is requantised: a file, or the pair's own target by the word "target"."""
     if target is None or table.values["requantise"] != "target":
-        return _parse_file(table.table("requantise"))
+        return Requantised(_parse_file(table.table("requantise")), kind.upper())
     if isinstance(target, Requantised):
-        table.refuse(f"{table.place} cannot requantise a target that is itself requantised")
-    return target
+        table.refuse(f'"{table.place}" requantises a target that is requantised already')
+    return Requantised(target, kind.upper())
 
 
 def _parse_file(table: _Table) -> FileSource:
     marks = [mark for mark in ("repo", "path", "package") if mark in table.values]
     if len(marks) != 1:
-        table.refuse(
-            f'"{table.place}" must have one of the keys repo, path, package or requantise, '
-            f"not {' and '.join(marks) or 'none of them'}"
-        )
-    table.allow(_KINDS[marks[0]])
-    if marks == ["path"]:
-        # An absolute path stays as it is when it is joined to the folder.
-        named = os.path.expanduser(table.text("path"))
-        return LocalFile(Path(os.path.abspath(table.path.parent / named)))
+        found = " and ".join(marks) or ", ".join(table.values) or "an empty table"
+        table.refuse(f'"{table.place}" must name a file by repo, path or package, not {found}')
+    if marks == ["repo"]:
+        return _parse_hub_file(table)
     if marks == ["package"]:
+        table.allow({"package", "version", "file"})
         return PackageFile(table.text("package"), table.optional_text("version"), _file(table))
-    return _parse_hub_file(table)
+    table.allow({"path"})
+    # Joining leaves an absolute path as it is.
+    path = table.path.parent / os.path.expanduser(table.text("path"))
+    return LocalFile(Path(os.path.abspath(path)))
 
 
 def _parse_hub_file(table: _Table) -> HubFile:
+    table.allow({"repo", "file", "revision", "sha256"})
     repo = table.text("repo")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo):
         table.refuse(f'"{table.key("repo")}" must be "owner/name", not "{repo}"')
