@@ -1,0 +1,153 @@
+"""The arrows between the modules, read from their source, and what stays unloaded at start."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "specllama"
+MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
+
+# What a module may import from specllama, besides errors. A row names only rows above it, so
+# there is no way round in a circle. A new module needs its row here.
+ARROWS: dict[str, set[str]] = {
+    "errors": set(),
+    "sampling": set(),
+    "acceptance": {"sampling"},
+    "lookahead": {"acceptance", "sampling"},
+    "lm": set(),
+    "drafting": {"lookahead", "lm", "acceptance", "sampling"},
+    "speculation": {"drafting", "lookahead", "lm", "acceptance", "sampling"},
+    "text": {"lm"},
+    "vocabulary": {"lm"},
+    "generation": {
+        *("speculation", "drafting", "lookahead", "acceptance", "sampling"),
+        *("lm", "text", "vocabulary"),
+    },
+    "llama": set(),
+    "registry": set(),
+    "loading": {
+        *("llama", "registry", "vocabulary", "lm"),
+        *("generation", "drafting", "lookahead", "acceptance", "sampling"),
+    },
+    "explain": {"acceptance", "sampling"},
+    "cli": {"explain", "loading", "generation", "acceptance", "sampling", "registry"},
+    "__init__": {"loading", "generation", "acceptance", "sampling"},
+}
+
+# Who may import which package from outside the standard library.
+OUTSIDE: dict[str, set[str]] = {
+    "llama_cpp": {"llama"},
+    "huggingface_hub": {"registry"},
+    "matplotlib": {"explain"},
+    "click": {"cli"},
+    "numpy": set(ARROWS) - {"errors", "registry", "cli", "__init__"},
+}
+
+
+def imported_names(module: str) -> Iterator[str]:
+    """Every dotted name that a module imports, wherever in it the import stands."""
+    tree = ast.parse((PACKAGE / f"{module}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                assert node.level == 1, f"{module} imports from above the package"
+                base = f"specllama.{base}".rstrip(".")
+            # `from specllama import lm` names a module, `from specllama.lm import x` a content.
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def own_imports(module: str) -> set[str]:
+    """The modules of specllama that a module imports; the package itself is `__init__`."""
+    parts = [name.split(".") for name in imported_names(module)]
+    found = {[*part, ""][1] for part in parts if part[0] == "specllama"}
+    return {name if name in MODULES else "__init__" for name in found}
+
+
+def outside_imports(module: str) -> set[str]:
+    tops = {name.split(".")[0] for name in imported_names(module)}
+    return tops - {"specllama"} - sys.stdlib_module_names
+
+
+def test_every_module_has_its_row() -> None:
+    assert set(MODULES) - set(ARROWS) == set(), "add the new module's row to ARROWS"
+
+
+def test_a_row_names_only_rows_above_it() -> None:
+    above: set[str] = set()
+    for module, allowed in ARROWS.items():
+        assert allowed <= above, f"{module} points down to {allowed - above}"
+        above.add(module)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_along_the_arrows(module: str) -> None:
+    assert own_imports(module) - ARROWS[module] - {"errors"} == set()
+
+
+def test_only_loading_joins_the_models_and_the_registry() -> None:
+    both = [module for module in MODULES if {"llama", "registry"} <= own_imports(module)]
+    assert both in ([], ["loading"])
+    assert [module for module in MODULES if "llama" in own_imports(module)] in ([], ["loading"])
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_uses_only_the_packages_that_are_its_business(module: str) -> None:
+    for package in outside_imports(module):
+        assert module in OUTSIDE.get(package, set()), f"{module} imports {package}"
+
+
+def test_only_llama_knows_ctypes() -> None:
+    users = [
+        module
+        for module in MODULES
+        if any(name.split(".")[0] == "ctypes" for name in imported_names(module))
+    ]
+    assert users in ([], ["llama"])
+
+
+HEAVY = ("llama_cpp", "huggingface_hub", "matplotlib")
+
+
+def loaded_heavy_packages(code: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter holds after running the code."""
+    report = "\nimport sys; print('\\nloaded:', *sys.modules)"
+    command = [sys.executable, "-c", code + report]
+    run = subprocess.run(
+        command, cwd=PACKAGE.parent, capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    loaded = run.stdout.splitlines()[-1].split()
+    assert loaded[0] == "loaded:"
+    return {name for name in loaded if name in HEAVY}
+
+
+def test_importing_specllama_loads_nothing_heavy() -> None:
+    assert loaded_heavy_packages("import specllama") == set()
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+def test_asking_the_command_for_help_loads_nothing_heavy(arguments: list[str]) -> None:
+    code = f"""
+import sys
+from specllama.cli import main
+sys.argv = ["specllama", *{arguments!r}]
+try:
+    main()
+except SystemExit as done:
+    assert not done.code, done.code
+"""
+    assert loaded_heavy_packages(code) == set()
+
+
+@pytest.mark.parametrize("package", HEAVY)
+def test_a_heavy_package_that_is_loaded_is_noticed(package: str) -> None:
+    assert loaded_heavy_packages(f"import {package}") == {package}
