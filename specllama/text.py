@@ -46,13 +46,19 @@ class TextStream:
 
     @property
     def delivered_pieces(self) -> int:
-        """How many of the pieces fed so far belong to the delivered text; always the first ones.
+        """How many of the pieces fed so far surely belong to the delivered text, in order.
 
-        All of them until a stop string is completed. Then those whose text begins before the
-        stop's start: a piece that is only partly before it counts, so does an empty piece that
-        comes before the stop, and the pieces that make up the stop do not.
+        A piece counts once its text has begun to be shown; a piece without text counts as soon
+        as it is fed, unless it lies behind text that is held back. Without stop strings every
+        piece counts at once. When a stop is completed, a piece that is only partly before the
+        stop's start counts, and the pieces that make up the stop do not. `flush` settles the
+        rest. The number never falls.
         """
-        return len(self._begun) if self._delivered_pieces is None else self._delivered_pieces
+        if self._delivered_pieces is not None:
+            return self._delivered_pieces
+        if not self._stops:
+            return len(self._begun)
+        return bisect_right(self._begun, self._decoded - len(self._held))
 
     def feed(self, piece: bytes) -> str:
         """Take the bytes of the next token; return the text that may be shown now.
@@ -77,6 +83,8 @@ class TextStream:
         """End the answer; return the text that was held back and turned out to be no stop."""
         held, self._held = self._held, ""
         self._decoder.reset()
+        if self.stopped is None:
+            self._delivered_pieces = len(self._begun)
         return held
 
     def _decode(self, piece: bytes) -> str:
