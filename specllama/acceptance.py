@@ -111,7 +111,7 @@ def _normalised(weights: Floats, p: Law) -> Law:
 
 
 def verify_tokens(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
-    """Token verification (Leviathan et al., Algorithm 1): one test a token, stop at the first no."""
+    """Token verification (Leviathan et al., Algorithm 1): one test a token, up to the first no."""
     seen: list[Law] = []
     for i, (token, q) in enumerate(zip(draft.tokens, draft.laws, strict=True)):
         p = target(i)
@@ -124,7 +124,7 @@ def verify_tokens(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
 
 
 def verify_block(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
-    """Block verification: the longest prefix that passes is kept, at least as many tokens on average.
+    """Block verification: the longest prefix that passes is kept, on average no less than above.
 
     Sun et al., "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444). b is the
     probability that the block so far survives; it is capped at 1 at every step, and the correction

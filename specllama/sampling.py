@@ -26,7 +26,7 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
-# Below this a float32 division would lose the temperature altogether; the law is one-hot long before.
+# Below this a float32 division loses the temperature; the law is one-hot long before.
 _SMALLEST_TEMPERATURE = 1e-30
 # Columns of the strided view in which `_largest` looks for the top k (about one pass over the row).
 _STRIDE = 64
@@ -232,7 +232,8 @@ def _largest(row: Logits, k: int) -> Ids:
     order = np.argsort(-values, kind="stable")
     if np.isnan(values[order[-1]]):
         order = order[::-1]
-    return candidates[order[:k]]
+    largest: Ids = candidates[order[:k]]
+    return largest
 
 
 def _top_p(row: Logits, ids: Ids, top_p: float) -> Ids:
@@ -240,7 +241,8 @@ def _top_p(row: Logits, ids: Ids, top_p: float) -> Ids:
     if top_p >= 1:
         return ids
     mass = np.cumsum(_softmax(row[ids], 1.0))
-    return ids[: int(mass.searchsorted(top_p)) + 1]
+    kept: Ids = ids[: int(mass.searchsorted(top_p)) + 1]
+    return kept
 
 
 def _nucleus(row: Logits, top_p: float) -> Ids:
@@ -268,7 +270,7 @@ def _softmax(values: Logits, temperature: float) -> Floats:
     if temperature != 1.0:
         with np.errstate(over="ignore"):
             scaled /= np.float32(max(temperature, _SMALLEST_TEMPERATURE))
-    weights = np.exp(scaled).astype(np.float64)
+    weights: Floats = np.exp(scaled).astype(np.float64)
     weights /= weights.sum()
     return weights
 

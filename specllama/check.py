@@ -1,0 +1,121 @@
+"""What `specllama check` does: every rule that a pair must pass, what it needs, and the verdict."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+from specllama import llama, vocabulary
+from specllama.loading import DEFAULT_CTX_SIZE, Files, rollback_refusal
+from specllama.lookahead import MAX_DRAFT_TOKENS
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One rule and its result. required: whether the pair is refused when it fails."""
+
+    name: str
+    ok: bool
+    detail: str
+    required: bool = True
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings, and in one sentence why the pair is refused, or None."""
+
+    findings: tuple[Finding, ...]
+    refusal: str | None
+
+
+def examine(files: Files, ctx_size: int | None = None, batch_size: int = 512) -> Report:
+    """Load both models and hold every rule against them. Raises ModelError for a bad file."""
+    with ExitStack() as stack:
+        target = stack.enter_context(llama.Model(files.target))
+        models = [("target", target)]
+        if files.draft is not None:
+            models.append(("draft", stack.enter_context(llama.Model(files.draft))))
+        findings = [_file(role, model) for role, model in models]
+        refusal = None
+        if len(models) > 1:
+            comparison = vocabulary.compare(target.tokenizer, models[1][1].tokenizer)
+            findings += [
+                Finding(rule.name, rule.ok, rule.detail, rule.required)
+                for rule in comparison.rules
+            ]
+            refusal = None if comparison.compatible else comparison.reason
+        for role, model in models:
+            found, problem = _rollback(role, model)
+            findings.append(found)
+            refusal = refusal or problem
+        size = ctx_size if ctx_size else min(DEFAULT_CTX_SIZE, target.n_ctx_train)
+        findings += _memory(stack, models, size, batch_size)
+        return Report(tuple(findings), refusal)
+
+
+def _file(role: str, model: llama.Model) -> Finding:
+    detail = (
+        f"{model.name}: {model.description}, {model.n_bytes / 1e9:.2f} GB, "
+        f"trained for {model.n_ctx_train} tokens"
+    )
+    if model.notice:
+        return Finding(f"{role} file", False, f"{detail}; {model.notice}", required=False)
+    return Finding(f"{role} file", True, detail)
+
+
+def _rollback(role: str, model: llama.Model) -> tuple[Finding, str | None]:
+    problem = rollback_refusal(model, role)
+    if problem is None:
+        detail = f"{model.cache_kind}: rejected tokens can be taken back"
+        return Finding(f"{role} cache", True, detail), None
+    return Finding(f"{role} cache", False, problem), (
+        f"{problem}; it decodes plainly (--drafter none), or choose another model"
+    )
+
+
+def _memory(
+    stack: ExitStack, models: Sequence[tuple[str, llama.Model]], n_ctx: int, n_batch: int
+) -> list[Finding]:
+    """What llama.cpp allocates for each model with this context, by its own account."""
+    findings, total = [], 0.0
+    for role, model in models:
+        size = n_ctx if role == "target" else min(n_ctx, model.n_ctx_train)
+        context = stack.enter_context(
+            llama.Context(model, n_ctx=size, n_batch=n_batch, n_outputs=MAX_DRAFT_TOKENS + 1)
+        )
+        weights = model.n_bytes / _MIB
+        cache = sum(mib for _, kind, mib in context.buffers if kind in ("KV", "RS"))
+        buffers = sum(mib for _, kind, mib in context.buffers if kind not in ("KV", "RS"))
+        total += weights + cache + buffers
+        detail = (
+            f"weights {weights:.0f} MiB, KV cache {cache:.0f} MiB for {size} tokens, "
+            f"buffers {buffers:.0f} MiB"
+        )
+        findings.append(Finding(f"{role} memory", True, detail))
+    present = _physical_mib()
+    detail = f"about {total:.0f} MiB"
+    if present is not None:
+        detail += f" of this machine's {present:.0f} MiB"
+    enough = present is None or total <= present
+    return [*findings, Finding("memory", enough, detail, required=False)]
+
+
+def _physical_mib() -> float | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MIB
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def table(report: Report) -> str:
+    """The findings, a line each."""
+    width = max(len(found.name) for found in report.findings)
+    marks = {(True, True): "ok", (True, False): "ok", (False, True): "NO", (False, False): "note"}
+    return "\n".join(
+        f"{marks[found.ok, found.required]:<5}{found.name:<{width}}  {found.detail}"
+        for found in report.findings
+    )

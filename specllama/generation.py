@@ -1,0 +1,282 @@
+"""A loaded pair, and what it generates: chunks of text with their tokens, and statistics."""
+
+from __future__ import annotations
+
+import math
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+
+from specllama.acceptance import Round, Verifier
+from specllama.drafting import Drafter, SequenceState
+from specllama.errors import UsageError
+from specllama.lm import CachedLM, Tokenizer
+from specllama.sampling import SamplingParams, Streams
+from specllama.speculation import Speculator
+from specllama.text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A delivered token. provenance: "accepted", "corrected" or "bonus" (see acceptance.Round)."""
+
+    id: int
+    text: str
+    provenance: str
+
+
+@dataclass(slots=True)
+class Stats:
+    """What one answer took; the names are those of llama.cpp's server where it has them.
+
+    predicted_n = draft_n_accepted + rounds - discarded: every round adds its accepted drafts and
+    one token more, and tokens behind the end of the answer are discarded. Times are milliseconds.
+    prompt_cached_n: prompt tokens that were still in the cache. draft_failures: rounds in which the
+    draft model gave no usable logits. by_position: per drafted position, how often it was reached
+    by a draft, and how often its token was kept.
+    """
+
+    seed: int = 0
+    verifier: str = ""
+    drafter: str = ""
+    prompt_n: int = 0
+    prompt_cached_n: int = 0
+    prompt_ms: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    rounds: int = 0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    corrected_n: int = 0
+    bonus_n: int = 0
+    discarded: int = 0
+    draft_failures: int = 0
+    by_position: list[tuple[int, int]] = field(default_factory=list)
+
+    def add(self, outcome: Round) -> None:
+        """Count one round."""
+        self.rounds += 1
+        self.draft_n += outcome.proposed
+        self.draft_n_accepted += outcome.accepted
+        self.draft_failures += outcome.draft.failed
+        if outcome.accepted == outcome.proposed:
+            self.bonus_n += 1
+        else:
+            self.corrected_n += 1
+        self.by_position += [(0, 0)] * (outcome.proposed - len(self.by_position))
+        for i in range(outcome.proposed):
+            reached, kept = self.by_position[i]
+            self.by_position[i] = (reached + 1, kept + (i < outcome.accepted))
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the drafted tokens that was kept; NaN when nothing was drafted."""
+        return self.draft_n_accepted / self.draft_n if self.draft_n else math.nan
+
+    @property
+    def tokens_per_round(self) -> float:
+        """Tokens that a round added on average, 1 for plain decoding; NaN without a round."""
+        return (self.draft_n_accepted + self.rounds) / self.rounds if self.rounds else math.nan
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Delivered tokens over the time after the prompt was read; NaN without a token."""
+        if not self.predicted_ms:
+            return math.nan
+        return 1000 * self.predicted_n / self.predicted_ms
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of the answer. The last one carries why the answer ended, and the statistics.
+
+    finish_reason: "stop" or "length". finish_detail: "end token", "stop string", "token limit" or
+    "context full".
+    """
+
+    text: str
+    tokens: tuple[Token, ...] = ()
+    finish_reason: str | None = None
+    finish_detail: str | None = None
+    stats: Stats | None = None
+
+
+class Pair:
+    """A target with its drafter, ready to generate. Close it, or use it in a with statement.
+
+    n_tokens: ids from here on are padding and never emitted. closers: what `close` runs, in order.
+    notices: what the user should know of how this pair runs.
+    """
+
+    def __init__(
+        self,
+        target: CachedLM,
+        drafter: Drafter,
+        tokenizer: Tokenizer,
+        verify: Verifier,
+        *,
+        n_tokens: int,
+        names: tuple[str, str] = ("", ""),
+        closers: Sequence[Callable[[], None]] = (),
+        notices: Sequence[str] = (),
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.tokenizer = tokenizer
+        self.notices = tuple(notices)
+        self._speculator = Speculator(target, drafter, verify, n_tokens)
+        self._drafter_name, self._verifier_name = names
+        self.closers = list(closers)
+
+    def close(self) -> None:
+        """Free both models; more than once does nothing."""
+        while self.closers:
+            self.closers.pop(0)()
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: Sequence[str] = (),
+        seed: int | None = None,
+        ignore_eos: bool = False,
+    ) -> Iterator[Chunk]:
+        """Continue a prompt, text or token ids, chunk by chunk as rounds complete.
+
+        max_tokens: None or -1 go on until the model ends the answer or the context is full.
+        stop: texts at which the answer ends; they and what follows are not delivered. seed: None
+        draws one, told in the statistics. ignore_eos: the model cannot end the answer.
+        The iterator may be abandoned at any step. Raises UsageError at once for a prompt that is
+        empty or leaves no room, and while iterating InvalidLogits, DecodeError, RollbackError.
+        """
+        tokens = self._prompt_tokens(prompt)
+        params = params or SamplingParams()
+        if ignore_eos:
+            banned = dict.fromkeys(self.tokenizer.end_tokens, -math.inf)
+            params = replace(params, logit_bias={**params.logit_bias, **banned})
+        room = self.target.n_ctx - len(tokens)
+        limit = room if max_tokens in (None, -1) else max_tokens
+        if limit is None or limit < -1:
+            raise UsageError(f"max_tokens must be -1 (no limit) or more, not {max_tokens}")
+        seed = secrets.randbits(32) if seed is None else seed
+        state = SequenceState(0, tokens, params, Streams.seeded(seed), min(limit, room))
+        stats = Stats(seed, self._verifier_name, self._drafter_name, prompt_n=len(tokens))
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        ending = _Ending(self.tokenizer, stops, "token limit" if limit <= room else "context full")
+        return self._run(state, stats, ending)
+
+    def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            tokens = self.tokenizer.encode(prompt, special=True, add_special=True)
+        else:
+            tokens = [int(t) for t in prompt]
+        if not tokens and self.tokenizer.bos is not None:
+            tokens = [self.tokenizer.bos]
+        if not tokens:
+            raise UsageError(
+                f"the prompt is empty and {self.tokenizer.name} has no token to begin a text with; "
+                "give it some text"
+            )
+        unknown = [t for t in tokens if not 0 <= t < self.tokenizer.n_vocab]
+        if unknown:
+            raise UsageError(
+                f"the prompt holds token id {unknown[0]}, but {self.tokenizer.name} has only ids "
+                f"0 to {self.tokenizer.n_vocab - 1}; use this model's own tokens"
+            )
+        if len(tokens) >= self.target.n_ctx:
+            raise UsageError(
+                f"the prompt has {len(tokens)} tokens and the context holds {self.target.n_ctx}, "
+                "which leaves no room for an answer; shorten it or raise --ctx-size"
+            )
+        return tokens
+
+    def _run(self, state: SequenceState, stats: Stats, ending: _Ending) -> Iterator[Chunk]:
+        clock = time.perf_counter
+        begun = clock()
+        if state.n_left > 0:
+            decoded = self._speculator.prefill(state)
+            stats.prompt_cached_n = len(state.tokens) - 1 - decoded
+        stats.prompt_ms = 1000 * (clock() - begun)
+        chunk = Chunk("")
+        while ending.reason is None:
+            begun = clock()
+            if state.n_left > 0:
+                [outcome] = self._speculator.round([state])
+                stats.add(outcome)
+                chunk = ending.take(outcome)
+            else:
+                chunk = ending.exhausted()
+            stats.predicted_n += len(chunk.tokens)
+            # Only our own time: the reader of the chunks may take as long as it likes.
+            stats.predicted_ms += 1000 * (clock() - begun)
+            if ending.reason is None and (chunk.text or chunk.tokens):
+                yield chunk
+        stats.discarded = stats.draft_n_accepted + stats.rounds - stats.predicted_n
+        yield replace(chunk, finish_reason=ending.reason, finish_detail=ending.detail, stats=stats)
+
+
+class _Ending:
+    """Turns rounds into chunks, and knows when and why the answer is over."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], limit_detail: str) -> None:
+        self._tokenizer = tokenizer
+        self._stops = frozenset(_control_tokens(tokenizer, stops))
+        self._stream = TextStream(stops)
+        self._held: list[Token] = []
+        self._released = 0
+        self._limit_detail = limit_detail
+        self.reason: str | None = None
+        self.detail: str | None = None
+
+    def take(self, outcome: Round) -> Chunk:
+        """The deliverable part of a round."""
+        text = ""
+        for token, provenance in zip(outcome.tokens, outcome.provenance, strict=True):
+            if token in self._tokenizer.end_tokens or token in self._stops:
+                self.reason = "stop"
+                ended = token in self._tokenizer.end_tokens
+                self.detail = "end token" if ended else "stop string"
+                text += self._stream.flush()
+                break
+            piece = self._tokenizer.piece(token)
+            text += self._stream.feed(piece)
+            self._held.append(Token(token, piece.decode("utf-8", "replace"), provenance))
+            if self._stream.stopped is not None:
+                self.reason, self.detail = "stop", "stop string"
+                break
+        return Chunk(text, self._release())
+
+    def exhausted(self) -> Chunk:
+        """What was held back when the answer reaches its limit."""
+        self.reason, self.detail = "length", self._limit_detail
+        return Chunk(self._stream.flush(), self._release())
+
+    def _release(self) -> tuple[Token, ...]:
+        """Tokens whose text has been let out since the last call."""
+        count = self._stream.delivered_pieces - self._released
+        self._released += count
+        released, self._held = self._held[:count], self._held[count:]
+        return tuple(released)
+
+
+def _control_tokens(tokenizer: Tokenizer, stops: Sequence[str]) -> Iterator[int]:
+    """Control tokens among the stop strings: they print nothing, so their text never appears."""
+    for stop in stops:
+        ids = tokenizer.encode(stop, special=True, add_special=False)
+        if len(ids) == 1 and not tokenizer.piece(ids[0]):
+            yield ids[0]

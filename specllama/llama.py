@@ -1,0 +1,506 @@
+"""llama.cpp at arm's length: the only file that knows its C interface.
+
+In go Python integers, strings and paths; out come integers, bytes, read-only NumPy views and
+Python exceptions. No pointer, struct or return code crosses. Models and contexts are closed
+explicitly, the contexts first.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import ctypes
+import functools
+import logging
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import llama_cpp
+import numpy as np
+from numpy.typing import NDArray
+
+from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
+
+# The bindings are ctypes functions whose stubs do not type-check; nothing of them leaves this file.
+lib: Any = llama_cpp
+
+log = logging.getLogger("specllama.llama")
+
+_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
+_CONTINUES = 5
+_KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+_BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
+
+
+class _NativeLog:
+    """llama.cpp's log, passed on to `logging`; the last errors are kept for messages."""
+
+    def __init__(self) -> None:
+        self.errors: collections.deque[str] = collections.deque(maxlen=8)
+        self.sizes: list[tuple[str, str, float]] = []
+        self._level = logging.DEBUG
+        self._interrupted = False
+        self._callback = lib.llama_log_callback(self._receive)
+        lib.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
+        try:
+            self._note(level, text.decode("utf-8", "replace").rstrip())
+        except KeyboardInterrupt:
+            # It must not cross the C frames above; `calling` raises it again behind them.
+            self._interrupted = True
+
+    def _note(self, level: int, line: str) -> None:
+        if level != _CONTINUES:
+            self._level = _LEVELS.get(level, logging.DEBUG)
+        if not line.strip("."):
+            return
+        if self._level >= logging.ERROR:
+            self.errors.append(line)
+        if found := _BUFFER_SIZE.search(line):
+            self.sizes.append((found[1], found[2], float(found[3])))
+        log.log(self._level, "%s", line)
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Around a native call: forget old errors, and raise an interrupt that came meanwhile."""
+        self.errors.clear()
+        self.sizes.clear()
+        yield
+        if self._interrupted:
+            self._interrupted = False
+            raise KeyboardInterrupt
+
+    def cause(self) -> str:
+        """What llama.cpp said last, without its function names, or an empty string."""
+        lines = [line.split(": ", 1)[-1] for line in self.errors]
+        specific = [s for s in lines if not s.startswith(("failed to load model", "failed to"))]
+        chosen = (specific or lines)[:1]
+        return chosen[0].strip() if chosen else ""
+
+
+_backend_lock = threading.Lock()
+
+
+@functools.cache
+def _start() -> _NativeLog:
+    native = _NativeLog()
+    lib.llama_backend_init()
+    return native
+
+
+def _native() -> _NativeLog:
+    """Start the backend once, and take over its log."""
+    with _backend_lock:
+        return _start()
+
+
+def _amx_notice() -> str | None:
+    """Why a build with Intel AMX kernels is run without them, or None for any other build.
+
+    GCC drops the stores that fill the tile configuration, since llama.cpp's inline assembly does
+    not name the memory it reads, and the first batch ends the process with an illegal instruction
+    (ggml-org/llama.cpp#26954). Whether a build has the fault cannot be seen without trying it.
+    """
+    if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
+        return None
+    if os.environ.get("SPECLLAMA_AMX") == "1":
+        return None
+    return (
+        "llama-cpp-python was built with Intel AMX kernels, which crash in many builds, so it runs "
+        "without repacked weights and slower; rebuild it with "
+        'CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16", or set SPECLLAMA_AMX=1 to try them'
+    )
+
+
+def _check_file(path: Path) -> None:
+    """Refuse what is plainly no GGUF file, with the reason. Raises ModelError."""
+    try:
+        if path.is_dir():
+            raise ModelError(f"{path} is a directory; name a .gguf file inside it")
+        with path.open("rb") as file:
+            head = file.read(64)
+    except FileNotFoundError:
+        raise ModelError(f"there is no file {path}; check the path") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"{path} cannot be read ({reason}); check its permissions") from None
+    if not head:
+        raise ModelError(f"{path} is empty; download it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise ModelError(f"{path} is a Git LFS pointer, not the model; run `git lfs pull` there")
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise ModelError(f"{path} is a web page, not a model; download the file itself")
+    if not head.startswith(b"GGUF"):
+        raise ModelError(f"{path} is not a GGUF file; download the model in that format")
+
+
+def _load_failure(path: Path, cause: str) -> ModelError:
+    size = path.stat().st_size
+    if "unknown model architecture" in cause:
+        return ModelError(
+            f"{path}: {cause}; the file may be fine, but this llama-cpp-python "
+            f"({lib.__version__}) does not know it: upgrade it or choose another model"
+        )
+    if re.search(r"file bounds|failed to read|read error|corrupted|incomplete|unexpectedly", cause):
+        return ModelError(
+            f"{path} is damaged or incomplete at {size:,} bytes ({cause}); download it again"
+        )
+    detail = f" ({cause})" if cause else ""
+    return ModelError(
+        f"llama.cpp cannot load {path}, {size:,} bytes{detail}; "
+        "check the file, or run again with -v for its whole log"
+    )
+
+
+class Tokenizer:
+    """A model's vocabulary. Valid as long as the model is open."""
+
+    def __init__(self, name: str, vocab: Any) -> None:
+        self.name = name
+        self._vocab = vocab
+        self._pieces: dict[int, bytes] = {}
+        self.n_vocab: int = lib.llama_vocab_n_tokens(vocab)
+        self.kind = _KINDS.get(lib.llama_vocab_type(vocab), "other")
+        self.bos = _token(lib.llama_vocab_bos(vocab))
+        self.eos = _token(lib.llama_vocab_eos(vocab))
+        self.eot = _token(lib.llama_vocab_eot(vocab))
+        self.add_bos: bool = lib.llama_vocab_get_add_bos(vocab)
+        self.add_eos: bool = lib.llama_vocab_get_add_eos(vocab)
+        is_end = lib.llama_vocab_is_eog
+        self.end_tokens = frozenset(t for t in range(self.n_vocab) if is_end(vocab, t))
+
+    def encode(self, text: str, *, special: bool, add_special: bool) -> list[int]:
+        """Token ids of a text; see `specllama.lm.Tokenizer`.
+
+        Raises UsageError for half a surrogate pair, which has no bytes.
+        """
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text holds half a surrogate pair at character {error.start}, "
+                "which is no character; remove it"
+            ) from None
+        capacity = len(data) + 8
+        while True:
+            ids = np.empty(capacity, dtype=np.int32)
+            buffer = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+            count = lib.llama_tokenize(
+                self._vocab, data, len(data), buffer, capacity, add_special, special
+            )
+            if count >= 0:
+                return [int(t) for t in ids[:count]]
+            if -count <= capacity:
+                raise UsageError("the text is too long for the tokenizer; shorten it")
+            capacity = -count
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token prints, none for a control token."""
+        if token not in self._pieces:
+            self._pieces[token] = self._render(token)
+        return self._pieces[token]
+
+    def _render(self, token: int) -> bytes:
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, False)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+
+    def token_texts(self) -> list[bytes]:
+        """Every token's text as it stands in the file, in order of ids."""
+        text = lib.llama_vocab_get_text
+        return [text(self._vocab, t) or b"" for t in range(self.n_vocab)]
+
+    def token_attributes(self) -> NDArray[np.int32]:
+        """Every token's llama_token_attr bits. [n_vocab] int32"""
+        attribute = lib.llama_vocab_get_attr
+        ids = range(self.n_vocab)
+        return np.fromiter((attribute(self._vocab, t) for t in ids), np.int32, self.n_vocab)
+
+
+def _token(value: int) -> int | None:
+    """llama.cpp writes -1 for a token that a vocabulary lacks."""
+    return None if value < 0 else int(value)
+
+
+class _Closing:
+    """Something native that is freed once, by `close` or at the end of a with block."""
+
+    def __init__(self, handle: Any, free: Callable[[Any], None], what: str) -> None:
+        self._open: Any = handle
+        self._free = free
+        self._what = what
+
+    @property
+    def _handle(self) -> Any:
+        if self._open is None:
+            raise SpecllamaError(f"{self._what} is closed; load it again")
+        return self._open
+
+    def close(self) -> None:
+        """Free it; more than once does nothing."""
+        handle, self._open = self._open, None
+        if handle is not None:
+            self._free(handle)
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Model(_Closing):
+    """The weights of one GGUF file.
+
+    gpu_layers: how many layers a GPU takes, -1 for all; a build without GPU support ignores it.
+    Raises ModelError, with llama.cpp's reason, when the file cannot be loaded.
+    """
+
+    def __init__(self, path: Path, *, gpu_layers: int = -1, vocab_only: bool = False) -> None:
+        _check_file(path)
+        native = _native()
+        params = lib.llama_model_default_params()
+        params.n_gpu_layers = gpu_layers
+        params.vocab_only = vocab_only
+        self.notice = _amx_notice()
+        params.use_extra_bufts = self.notice is None
+        with native.calling():
+            handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        if not handle:
+            raise _load_failure(path, native.cause())
+        super().__init__(handle, lib.llama_model_free, f"model {path.name}")
+        self.path = path
+        self.name = path.name
+        self.buffers = tuple(native.sizes)
+        self.tokenizer = Tokenizer(path.name, lib.llama_model_get_vocab(handle))
+        self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
+        self.n_bytes: int = lib.llama_model_size(handle)
+        self.n_params: int = lib.llama_model_n_params(handle)
+        self.cache_kind = self._cache_kind()
+
+    def _cache_kind(self) -> str:
+        """ "attention", "sliding window", "recurrent" or "hybrid"."""
+        if lib.llama_model_is_recurrent(self._handle):
+            return "recurrent"
+        if lib.llama_model_is_hybrid(self._handle):
+            return "hybrid"
+        return "sliding window" if lib.llama_model_n_swa(self._handle) > 0 else "attention"
+
+    @property
+    def description(self) -> str:
+        """Architecture, size and quantisation in llama.cpp's words, such as "llama 8B Q4_K"."""
+        buffer = ctypes.create_string_buffer(256)
+        lib.llama_model_desc(self._handle, buffer, len(buffer))
+        return buffer.value.decode("utf-8", "replace")
+
+
+class Context(_Closing):
+    """A KV cache over a model, holding `n_slots` independent sequences of `n_ctx` tokens each.
+
+    n_batch: rows of one decode. n_outputs: how many of them can give logits; the buffers for logits
+    are sized by it, so it is small. threads: for few rows, threads_batch: for many; None leaves
+    llama.cpp's choice. kv_type: of the cache, "f16", "q8_0", "q4_0" or "f32". flash_attention: None
+    lets llama.cpp choose. Raises ModelError when the memory cannot be had.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        n_ctx: int,
+        n_batch: int = 512,
+        n_outputs: int = 32,
+        n_slots: int = 1,
+        threads: int | None = None,
+        threads_batch: int | None = None,
+        kv_type: str = "f16",
+        flash_attention: bool | None = None,
+    ) -> None:
+        native = _native()
+        ggml_type = getattr(lib, f"GGML_TYPE_{kv_type.upper()}", None)
+        if ggml_type is None:
+            raise UsageError(f"there is no KV cache type {kv_type}; use f16, q8_0, q4_0 or f32")
+        self.n_batch = min(n_batch, n_ctx * n_slots)
+        self.n_outputs = min(n_outputs, self.n_batch)
+        params = lib.llama_context_default_params()
+        params.n_ctx = n_ctx * n_slots
+        params.n_batch = self.n_batch
+        params.n_ubatch = min(self.n_batch, params.n_ubatch)
+        params.n_outputs_max = self.n_outputs
+        params.n_seq_max = n_slots
+        # One shared buffer: a ragged batch then stays one evaluation.
+        params.kv_unified = n_slots > 1
+        # A window that is only as large as the model needs could not be rolled back.
+        params.swa_full = True
+        params.no_perf = True
+        params.type_k = params.type_v = ggml_type
+        params.flash_attn_type = -1 if flash_attention is None else int(flash_attention)
+        if threads is not None:
+            params.n_threads = threads
+            params.n_threads_batch = threads_batch or threads
+        with native.calling():
+            handle = lib.llama_init_from_model(model._handle, params)
+        if not handle:
+            detail = native.cause() or "no reason given"
+            raise ModelError(
+                f"{model.name}: no context of {n_ctx} tokens could be made ({detail}); "
+                "try a smaller --ctx-size"
+            )
+        super().__init__(handle, lib.llama_free, f"the context of {model.name}")
+        self.name = model.name
+        self.n_ctx = n_ctx
+        self.n_slots = n_slots
+        self.n_vocab = model.tokenizer.n_vocab
+        self.can_rollback = model.cache_kind in ("attention", "sliding window")
+        self.buffers = tuple(native.sizes)
+        self._memory = lib.llama_get_memory(handle)
+        self._batch = _Batch(self.n_batch)
+        self._native = native
+
+    def decode(self, batch: Sequence[Any]) -> list[NDArray[np.float32]]:
+        """Decode all rows in one call; see `specllama.lm.Context`.
+
+        Raises DecodeError, after which the touched sequences hold something unknown.
+        """
+        n_outputs = sum(rows.n_logits for rows in batch)
+        n_rows = sum(len(rows.tokens) for rows in batch)
+        if n_rows > self.n_batch or n_outputs > self.n_outputs:
+            raise DecodeError(
+                f"{self.name}: {n_rows} rows with {n_outputs} outputs exceed the batch of "
+                f"{self.n_batch} and {self.n_outputs}; raise --batch-size or draft fewer tokens"
+            )
+        filled = self._batch.fill(batch)
+        with self._native.calling():
+            code = lib.llama_decode(self._handle, filled)
+        if code != 0:
+            raise self._decode_failure(code)
+        return self._logits(batch, n_outputs)
+
+    def _decode_failure(self, code: int) -> DecodeError:
+        if code == 1:
+            return DecodeError(f"{self.name}: the KV cache is full; use a larger --ctx-size")
+        if code == 2:
+            return DecodeError(f"{self.name}: the evaluation was stopped; ask again")
+        cause = self._native.cause() or "no reason given"
+        return DecodeError(
+            f"{self.name}: llama.cpp could not evaluate a batch (code {code}: {cause}); "
+            "run again with -v for its log"
+        )
+
+    def _logits(self, batch: Sequence[Any], n_outputs: int) -> list[NDArray[np.float32]]:
+        if n_outputs == 0:
+            return [np.empty((0, self.n_vocab), np.float32) for _ in batch]
+        pointer = lib.llama_get_logits(self._handle)
+        address = ctypes.cast(pointer, ctypes.c_void_p).value
+        if address is None:
+            raise DecodeError(f"{self.name}: llama.cpp gave no logits; run again with -v")
+        flat: Any = (ctypes.c_float * (n_outputs * self.n_vocab)).from_address(address)
+        rows = np.frombuffer(flat, np.float32).reshape(n_outputs, self.n_vocab)
+        rows.flags.writeable = False
+        ends = np.cumsum([r.n_logits for r in batch])
+        return [rows[end - r.n_logits : end] for r, end in zip(batch, ends, strict=True)]
+
+    def length(self, slot: int) -> int:
+        """Number of tokens that the slot holds."""
+        return int(lib.llama_memory_seq_pos_max(self._checked_memory(), slot)) + 1
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget everything from position `length` on. Raises RollbackError if refused."""
+        memory = self._checked_memory()
+        done = lib.llama_memory_seq_rm(memory, slot, length, -1)
+        if not done or lib.llama_memory_seq_pos_min(memory, slot) > 0:
+            raise RollbackError(
+                f"{self.name}: its KV cache cannot take back rejected tokens; "
+                "run it without a draft (--drafter none)"
+            )
+
+    def clear(self, slot: int) -> None:
+        """Forget the whole sequence."""
+        if not lib.llama_memory_seq_rm(self._checked_memory(), slot, -1, -1):
+            raise RollbackError(f"{self.name}: its KV cache could not be cleared; load it again")
+
+    def _checked_memory(self) -> Any:
+        assert self._handle is not None  # raises the sentence of a closed context
+        return self._memory
+
+
+class _Batch:
+    """A llama_batch over NumPy arrays, filled by slices."""
+
+    def __init__(self, n_rows: int) -> None:
+        self._tokens = np.zeros(n_rows, np.int32)
+        self._positions = np.zeros(n_rows, np.int32)
+        self._slots = np.zeros(n_rows, np.int32)
+        self._wanted = np.zeros(n_rows, np.int8)
+        self._counts = np.ones(n_rows, np.int32)
+        first = self._slots.ctypes.data
+        self._pointers = np.arange(first, first + 4 * n_rows, 4, dtype=np.uintp)
+        self._struct = lib.llama_batch()
+        for name, array in (
+            ("token", self._tokens),
+            ("pos", self._positions),
+            ("n_seq_id", self._counts),
+            ("seq_id", self._pointers),
+            ("logits", self._wanted),
+        ):
+            kind = dict(lib.llama_batch._fields_)[name]
+            setattr(self._struct, name, ctypes.cast(array.ctypes.data, kind))
+
+    def fill(self, batch: Sequence[Any]) -> Any:
+        """The struct for these rows, to be passed by value."""
+        end = 0
+        for rows in batch:
+            begin, end = end, end + len(rows.tokens)
+            self._tokens[begin:end] = rows.tokens
+            self._positions[begin:end] = np.arange(rows.start, rows.start + end - begin)
+            self._slots[begin:end] = rows.slot
+            self._wanted[begin : end - rows.n_logits] = 0
+            self._wanted[end - rows.n_logits : end] = 1
+        self._struct.n_tokens = end
+        return self._struct
+
+
+def requantise(source: Path, destination: Path, kind: str) -> None:
+    """Write a copy of a model in another quantisation, such as "Q2_K".
+
+    The copy appears under its name only when it is complete. Raises ModelError.
+    """
+    ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}", None)
+    if ftype is None:
+        raise ModelError(f"llama.cpp knows no quantisation {kind}; use one such as Q2_K or Q4_0")
+    _check_file(source)
+    native = _native()
+    params = lib.llama_model_quantize_default_params()
+    params.ftype = ftype
+    params.allow_requantize = True
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    temporary = destination.with_name(f".{destination.name}.{os.getpid()}.part")
+    try:
+        with native.calling():
+            code = lib.llama_model_quantize(
+                os.fsencode(source), os.fsencode(temporary), ctypes.byref(params)
+            )
+        if code != 0:
+            cause = native.cause() or f"code {code}"
+            raise ModelError(
+                f"{source.name} could not be requantised to {kind} ({cause}); "
+                "check the free disk space"
+            )
+        temporary.replace(destination)
+    finally:
+        temporary.unlink(missing_ok=True)

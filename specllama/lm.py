@@ -1,0 +1,229 @@
+"""A language model is a function from a sequence to next-token logits; the KV cache is its memo.
+
+`CachedLM` is that function: callers name whole sequences and never speak of the cache. Which rows
+really have to be decoded falls out of the longest common prefix with what the context still holds,
+so a rejected draft, an abandoned answer or an interrupt needs no clean-up anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specllama.errors import DecodeError, RollbackError
+
+LogitRows = NDArray[np.float32]  # [n_rows, n_vocab]
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Consecutive tokens to decode for one sequence of a context.
+
+    start: position of the first of them. n_logits: how many of the last rows give logits.
+    """
+
+    slot: int
+    start: int
+    tokens: Sequence[int]
+    n_logits: int
+
+
+class Context(Protocol):
+    """A KV cache with a model behind it. `slot` numbers its independent sequences from 0."""
+
+    name: str
+    n_ctx: int  # tokens one sequence can hold
+    n_batch: int  # rows one decode takes
+    n_outputs: int  # rows of one decode that can give logits
+    n_slots: int
+    n_vocab: int  # width of a row of logits, padding included
+    can_rollback: bool  # whether `truncate` can keep part of a sequence
+
+    def decode(self, batch: Sequence[Rows]) -> list[LogitRows]:
+        """Decode all rows in one call; logits per entry, read-only, valid until the next decode.
+
+        Raises DecodeError.
+        """
+        ...
+
+    def length(self, slot: int) -> int:
+        """Number of tokens that the slot holds."""
+        ...
+
+    def truncate(self, slot: int, length: int) -> None:
+        """Forget everything from position `length` on; raises RollbackError if refused."""
+        ...
+
+    def clear(self, slot: int) -> None:
+        """Forget the whole sequence."""
+        ...
+
+
+class Tokenizer(Protocol):
+    """Text to tokens and back, as the model's own vocabulary does it."""
+
+    name: str
+    n_vocab: int
+    bos: int | None
+    end_tokens: frozenset[int]
+
+    def encode(self, text: str, *, special: bool, add_special: bool) -> list[int]:
+        """Token ids of a text. special: markers such as <|im_end|> become their token;
+        add_special: put BOS (and EOS) where the model says so."""
+        ...
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token prints: none for a control token, part of a character for some."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """Logits wanted after each of the last `n_last` prefixes of `tokens`."""
+
+    slot: int
+    tokens: Sequence[int]
+    n_last: int = 1
+
+
+class CachedLM:
+    """`logits(requests)` over a context, decoding only what the context does not hold already.
+
+    The mirror of what each slot holds is only ever a prefix of the truth: it is cut before a decode
+    and extended after it, so an exception at any moment leaves it valid.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._held: dict[int, list[int]] = {}
+        self.rows_decoded = 0
+
+    @property
+    def name(self) -> str:
+        """The model's name, for messages."""
+        return self._context.name
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that one sequence can hold."""
+        return self._context.n_ctx
+
+    @property
+    def n_slots(self) -> int:
+        """Independent sequences that the context carries."""
+        return self._context.n_slots
+
+    @property
+    def n_vocab(self) -> int:
+        """Width of a row of logits."""
+        return self._context.n_vocab
+
+    @property
+    def max_rows(self) -> int:
+        """Rows with logits that one decode can give, over all sequences."""
+        return min(self._context.n_batch, self._context.n_outputs)
+
+    @property
+    def can_rollback(self) -> bool:
+        """Whether rejected tokens can be taken back without decoding the sequence again."""
+        return self._context.can_rollback
+
+    def held(self, slot: int) -> tuple[int, ...]:
+        """What the slot is believed to hold, for tests of the cache."""
+        return tuple(self._held.get(slot, ()))
+
+    def prefill(self, slot: int, tokens: Sequence[int]) -> int:
+        """Make the slot hold these tokens; the number of rows that had to be decoded for it."""
+        rows = self._sync(Request(slot, tokens, 0))
+        n_batch = self._context.n_batch
+        for begin in range(0, len(rows.tokens), n_batch):
+            part = rows.tokens[begin : begin + n_batch]
+            self._decode([Rows(slot, rows.start + begin, part, 0)])
+        return len(rows.tokens)
+
+    def logits(self, requests: Sequence[Request]) -> list[LogitRows]:
+        """Next-token logits, [n_last, n_vocab] float32 per request, valid until the next call.
+
+        All rows that give logits go through one decode. Raises DecodeError, RollbackError.
+        """
+        pending = [self._sync(request) for request in requests]
+        self._prefill(pending)
+        return self._decode(pending)
+
+    def _sync(self, request: Request) -> Rows:
+        """Cut the slot down to what the request can reuse; the rows that are still to decode."""
+        slot, tokens = request.slot, request.tokens
+        held = self._held.setdefault(slot, [])
+        keep = min(common_prefix(held, tokens), len(tokens) - request.n_last)
+        if self._context.length(slot) != keep:
+            if keep > 0 and not self._context.can_rollback:
+                keep = 0
+            del held[keep:]
+            if keep == 0:
+                self._context.clear(slot)
+            else:
+                self._truncate(slot, keep)
+        del held[keep:]
+        return Rows(slot, keep, tokens[keep:], request.n_last)
+
+    def _truncate(self, slot: int, keep: int) -> None:
+        try:
+            self._context.truncate(slot, keep)
+            left = self._context.length(slot)
+            if left != keep:
+                raise RollbackError(
+                    f"{self.name}: the KV cache holds {left} tokens after it was cut to {keep}; "
+                    "run without a draft (--drafter none) and report this model"
+                )
+        except RollbackError:
+            self.forget(slot)
+            raise
+
+    def forget(self, slot: int) -> None:
+        """Drop what the slot holds; the next request starts from nothing."""
+        self._held.pop(slot, None)
+        self._context.clear(slot)
+
+    def _prefill(self, pending: list[Rows]) -> None:
+        """Decode leading rows, which need no logits, until the rest fits into one batch."""
+        n_batch = self._context.n_batch
+        surplus = sum(len(rows.tokens) for rows in pending) - n_batch
+        for i, rows in enumerate(pending):
+            while surplus > 0 and len(rows.tokens) > rows.n_logits:
+                count = min(n_batch, len(rows.tokens) - rows.n_logits)
+                self._decode([Rows(rows.slot, rows.start, rows.tokens[:count], 0)])
+                rows = Rows(rows.slot, rows.start + count, rows.tokens[count:], rows.n_logits)
+                surplus -= count
+            pending[i] = rows
+
+    def _decode(self, batch: list[Rows]) -> list[LogitRows]:
+        try:
+            logits = self._context.decode(batch)
+        except DecodeError:
+            # What a failed decode left behind is unknown.
+            for rows in batch:
+                self.forget(rows.slot)
+            raise
+        for rows in batch:
+            self._held[rows.slot].extend(rows.tokens)
+            self.rows_decoded += len(rows.tokens)
+        return logits
+
+
+def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common prefix."""
+    low, high = 0, min(len(a), len(b))
+    # In a round nearly all of it agrees, so whole slices are compared (in C) before bisecting.
+    if a[:high] == b[:high]:
+        return high
+    while low < high - 1:
+        middle = (low + high) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle
+    return low if low == high or a[low] != b[low] else low + 1

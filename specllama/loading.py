@@ -1,0 +1,203 @@
+"""From names and files to a ready pair; only this file sees the registry, llama.cpp and the core.
+
+Every check that can be made before the first token is made here.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from specllama import llama, registry, vocabulary
+from specllama.acceptance import VERIFIERS
+from specllama.drafting import Drafter, ModelDrafter, NullDrafter
+from specllama.errors import UsageError
+from specllama.generation import Pair
+from specllama.lm import CachedLM
+from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PAIR = "smollm2"
+DEFAULT_CTX_SIZE = 4096
+DEFAULT_BATCH_SIZE = 512
+DEFAULT_DRAFT_TOKENS = 3
+
+
+@dataclass(frozen=True)
+class Files:
+    """The model files of a pair; draft is None when only the target is asked for."""
+
+    target: Path
+    draft: Path | None
+
+
+def find_files(
+    pair: str | None = None,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    models: str | os.PathLike[str] | None = None,
+    announce: Callable[[str], None] = log.info,
+) -> Files:
+    """The files of a named pair, or those given by path; the default pair when neither is named.
+
+    models: another registry file. announce: told what takes a while, such as requantising.
+    Raises UsageError for a contradiction, ModelError for a file that is not there.
+    """
+    if model is not None:
+        if pair is not None:
+            raise UsageError("name either a pair or a model file, not both")
+        return Files(Path(model), None if draft is None else Path(draft))
+    found = registry.load_registry(None if models is None else Path(models))
+    spec = found.pair(pair or DEFAULT_PAIR)
+    target = _prepare(spec.target, announce)
+    return Files(target, _prepare(spec.draft, announce) if draft is None else Path(draft))
+
+
+def _prepare(source: registry.Source, announce: Callable[[str], None]) -> Path:
+    """The file of a source, requantised first if it has to be."""
+    if not isinstance(source, registry.Requantised):
+        return registry.locate(source)
+    path = registry.cache_path(source)
+    if not path.is_file():
+        announce(f"making {path} once: {registry.describe(source)}")
+        llama.requantise(registry.locate(source.source), path, source.type)
+    return path
+
+
+def load(
+    pair: str | None = None,
+    *,
+    model: str | os.PathLike[str] | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    models: str | os.PathLike[str] | None = None,
+    drafter: str = "auto",
+    draft_tokens: int | None = None,
+    draft_temperature: float | None = None,
+    verifier: str = "block",
+    ctx_size: int | None = None,
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    threads: int | None = None,
+    threads_batch: int | None = None,
+    gpu_layers: int = -1,
+    gpu_layers_draft: int = -1,
+    announce: Callable[[str], None] = log.info,
+) -> Pair:
+    """Load a pair of models: `load("smollm2")`, or `load(model="big.gguf", draft="small.gguf")`.
+
+    drafter: "model" or "none"; "auto" uses the draft model where there is one. draft_tokens: how
+    many tokens to draft a round, 0 to 16. draft_temperature: the draft's own sampling temperature,
+    the target's when None. verifier: "block" or "token". ctx_size: tokens that prompt and answer
+    may have together; 4096 or what the model was trained for when None, the latter when 0.
+
+    Raises UsageError for a wrong option, ModelError for files that cannot be used or do not fit
+    together.
+    """
+    _check_options(drafter, verifier, ctx_size, batch_size, draft_temperature)
+    for count, name in ((threads, "threads"), (threads_batch, "threads_batch")):
+        if count is not None and count < 1:
+            raise UsageError(f"{name} must be 1 or more, not {count}")
+    policy = FixedLength(DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
+    if drafter == "model" and model is not None and draft is None:
+        raise UsageError("the model drafter needs a draft model; name one with --model-draft")
+    files = find_files(pair, model=model, draft=draft, models=models, announce=announce)
+    threads = default_threads() if threads is None else threads
+    with ExitStack() as stack:
+        target = stack.enter_context(llama.Model(files.target, gpu_layers=gpu_layers))
+        n_ctx = _context_size(ctx_size, target)
+
+        def context(of: llama.Model, size: int) -> llama.Context:
+            made = llama.Context(
+                of,
+                n_ctx=size,
+                n_batch=batch_size,
+                n_outputs=MAX_DRAFT_TOKENS + 1,
+                threads=threads,
+                threads_batch=threads_batch,
+            )
+            stack.enter_context(made)
+            return made
+
+        notices = [target.notice] if target.notice else []
+        proposer: Drafter = NullDrafter()
+        if files.draft is not None and drafter != "none" and policy.n_tokens > 0:
+            small = stack.enter_context(llama.Model(files.draft, gpu_layers=gpu_layers_draft))
+            shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
+            refusal = rollback_refusal(target, "target") or rollback_refusal(small, "draft")
+            if refusal:
+                notices.append(f"{refusal}, so speculation is off and decoding is plain")
+            else:
+                size = min(n_ctx, small.n_ctx_train)
+                lm = CachedLM(context(small, size))
+                proposer = ModelDrafter(lm, policy, shared, draft_temperature)
+        made = Pair(
+            CachedLM(context(target, n_ctx)),
+            proposer,
+            target.tokenizer,
+            VERIFIERS[verifier],
+            n_tokens=vocabulary.real_tokens(target.tokenizer),
+            names=("none" if isinstance(proposer, NullDrafter) else "model", verifier),
+            notices=notices,
+            closers=[],
+        )
+        made.closers.append(stack.pop_all().close)
+        return made
+
+
+def _check_options(
+    drafter: str,
+    verifier: str,
+    ctx_size: int | None,
+    batch_size: int,
+    draft_temperature: float | None,
+) -> None:
+    if drafter not in ("auto", "model", "none"):
+        raise UsageError(f'there is no drafter "{drafter}"; use auto, model or none')
+    if verifier not in VERIFIERS:
+        raise UsageError(f'there is no verifier "{verifier}"; use {" or ".join(VERIFIERS)}')
+    if ctx_size is not None and ctx_size < 0:
+        raise UsageError(f"the context size must be 0 (the model's own) or more, not {ctx_size}")
+    if batch_size <= MAX_DRAFT_TOKENS:
+        raise UsageError(
+            f"the batch size must be more than {MAX_DRAFT_TOKENS}, the most draft tokens of a "
+            f"round, not {batch_size}"
+        )
+    if draft_temperature is not None and not 0 <= draft_temperature < float("inf"):
+        raise UsageError(f"the draft temperature must be 0 or more, not {draft_temperature}")
+
+
+def _context_size(asked: int | None, model: llama.Model) -> int:
+    if asked is None:
+        return min(DEFAULT_CTX_SIZE, model.n_ctx_train)
+    return asked or model.n_ctx_train
+
+
+def rollback_refusal(model: llama.Model, role: str) -> str | None:
+    """Why rejected tokens cannot be taken back from a model's cache, or None when they can."""
+    if model.cache_kind in ("attention", "sliding window"):
+        return None
+    return (
+        f"the {role} {model.name} keeps a {model.cache_kind} state, "
+        "which cannot take back rejected tokens"
+    )
+
+
+def default_threads() -> int:
+    """One thread per physical core that this process may use."""
+    try:
+        usable = os.sched_getaffinity(0)
+    except AttributeError:  # not on every platform
+        return max(1, os.cpu_count() or 1)
+    cores = set()
+    for cpu in usable:
+        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
+        try:
+            cores.add(siblings.read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return max(1, len(cores))
