@@ -261,7 +261,8 @@ def _min_p(row: Logits, ids: Ids, min_p: float) -> Ids:
     if min_p <= 0:
         return ids
     values = row[ids]
-    return ids[values >= values[0] + math.log(min_p)]
+    kept: Ids = ids[values >= values[0] + math.log(min_p)]
+    return kept
 
 
 def _softmax(values: Logits, temperature: float) -> Floats:
