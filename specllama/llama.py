@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +31,12 @@ from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaEr
 lib: Any = llama_cpp
 
 log = logging.getLogger("specllama.llama")
+# Without a handler `logging` itself would print llama.cpp's warnings on standard error.
+logging.getLogger("specllama").addHandler(logging.NullHandler())
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUES = 5
+_MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 
@@ -158,80 +162,6 @@ def _load_failure(path: Path, cause: str) -> ModelError:
     )
 
 
-class Tokenizer:
-    """A model's vocabulary. Valid as long as the model is open."""
-
-    def __init__(self, name: str, vocab: Any) -> None:
-        self.name = name
-        self._vocab = vocab
-        self._pieces: dict[int, bytes] = {}
-        self.n_vocab: int = lib.llama_vocab_n_tokens(vocab)
-        self.kind = _KINDS.get(lib.llama_vocab_type(vocab), "other")
-        self.bos = _token(lib.llama_vocab_bos(vocab))
-        self.eos = _token(lib.llama_vocab_eos(vocab))
-        self.eot = _token(lib.llama_vocab_eot(vocab))
-        self.add_bos: bool = lib.llama_vocab_get_add_bos(vocab)
-        self.add_eos: bool = lib.llama_vocab_get_add_eos(vocab)
-        is_end = lib.llama_vocab_is_eog
-        self.end_tokens = frozenset(t for t in range(self.n_vocab) if is_end(vocab, t))
-
-    def encode(self, text: str, *, special: bool, add_special: bool) -> list[int]:
-        """Token ids of a text; see `specllama.lm.Tokenizer`.
-
-        Raises UsageError for half a surrogate pair, which has no bytes.
-        """
-        try:
-            data = text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UsageError(
-                f"the text holds half a surrogate pair at character {error.start}, "
-                "which is no character; remove it"
-            ) from None
-        capacity = len(data) + 8
-        while True:
-            ids = np.empty(capacity, dtype=np.int32)
-            buffer = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
-            count = lib.llama_tokenize(
-                self._vocab, data, len(data), buffer, capacity, add_special, special
-            )
-            if count >= 0:
-                return [int(t) for t in ids[:count]]
-            if -count <= capacity:
-                raise UsageError("the text is too long for the tokenizer; shorten it")
-            capacity = -count
-
-    def piece(self, token: int) -> bytes:
-        """The bytes a token prints, none for a control token."""
-        if token not in self._pieces:
-            self._pieces[token] = self._render(token)
-        return self._pieces[token]
-
-    def _render(self, token: int) -> bytes:
-        size = 64
-        while True:
-            buffer = ctypes.create_string_buffer(size)
-            count = lib.llama_token_to_piece(self._vocab, token, buffer, size, 0, False)
-            if count >= 0:
-                return buffer.raw[:count]
-            size = -count
-
-    def token_texts(self) -> list[bytes]:
-        """Every token's text as it stands in the file, in order of ids."""
-        text = lib.llama_vocab_get_text
-        return [text(self._vocab, t) or b"" for t in range(self.n_vocab)]
-
-    def token_attributes(self) -> NDArray[np.int32]:
-        """Every token's llama_token_attr bits. [n_vocab] int32"""
-        attribute = lib.llama_vocab_get_attr
-        ids = range(self.n_vocab)
-        return np.fromiter((attribute(self._vocab, t) for t in ids), np.int32, self.n_vocab)
-
-
-def _token(value: int) -> int | None:
-    """llama.cpp writes -1 for a token that a vocabulary lacks."""
-    return None if value < 0 else int(value)
-
-
 class _Closing:
     """Something native that is freed once, by `close` or at the end of a with block."""
 
@@ -264,6 +194,80 @@ class _Closing:
         self.close()
 
 
+class Tokenizer(_Closing):
+    """A model's vocabulary. The model closes it."""
+
+    def __init__(self, name: str, vocab: Any) -> None:
+        super().__init__(vocab, lambda _: None, f"model {name}")
+        self.name = name
+        self._pieces: dict[int, bytes] = {}
+        self.n_vocab: int = lib.llama_vocab_n_tokens(vocab)
+        self.kind = _KINDS.get(lib.llama_vocab_type(vocab), "other")
+        self.bos = _token(lib.llama_vocab_bos(vocab))
+        self.eos = _token(lib.llama_vocab_eos(vocab))
+        self.eot = _token(lib.llama_vocab_eot(vocab))
+        self.add_bos: bool = lib.llama_vocab_get_add_bos(vocab)
+        self.add_eos: bool = lib.llama_vocab_get_add_eos(vocab)
+        is_end = lib.llama_vocab_is_eog
+        self.end_tokens = frozenset(t for t in range(self.n_vocab) if is_end(vocab, t))
+
+    def encode(self, text: str, *, special: bool, add_special: bool) -> list[int]:
+        """Token ids of a text; see `specllama.lm.Tokenizer`.
+
+        Raises UsageError for half a surrogate pair, which has no bytes.
+        """
+        try:
+            data = text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"the text holds half a surrogate pair at character {error.start}, "
+                "which is no character; remove it"
+            ) from None
+        capacity = len(data) + 8
+        while True:
+            ids = np.empty(capacity, dtype=np.int32)
+            buffer = ids.ctypes.data_as(ctypes.POINTER(ctypes.c_int32))
+            count = lib.llama_tokenize(
+                self._handle, data, len(data), buffer, capacity, add_special, special
+            )
+            if count >= 0:
+                return [int(t) for t in ids[:count]]
+            if -count <= capacity:
+                raise UsageError("the text is too long for the tokenizer; shorten it")
+            capacity = -count
+
+    def piece(self, token: int) -> bytes:
+        """The bytes a token prints, none for a control token."""
+        if token not in self._pieces:
+            self._pieces[token] = self._render(token)
+        return self._pieces[token]
+
+    def _render(self, token: int) -> bytes:
+        size = 64
+        while True:
+            buffer = ctypes.create_string_buffer(size)
+            count = lib.llama_token_to_piece(self._handle, token, buffer, size, 0, False)
+            if count >= 0:
+                return buffer.raw[:count]
+            size = -count
+
+    def token_texts(self) -> list[bytes]:
+        """Every token's text as it stands in the file, in order of ids."""
+        text, vocab = lib.llama_vocab_get_text, self._handle
+        return [text(vocab, t) or b"" for t in range(self.n_vocab)]
+
+    def token_attributes(self) -> NDArray[np.int32]:
+        """Every token's llama_token_attr bits. [n_vocab] int32"""
+        attribute, vocab = lib.llama_vocab_get_attr, self._handle
+        ids = range(self.n_vocab)
+        return np.fromiter((attribute(vocab, t) for t in ids), np.int32, self.n_vocab)
+
+
+def _token(value: int) -> int | None:
+    """llama.cpp writes -1 for a token that a vocabulary lacks."""
+    return None if value < 0 else int(value)
+
+
 class Model(_Closing):
     """The weights of one GGUF file.
 
@@ -285,6 +289,7 @@ class Model(_Closing):
             raise _load_failure(path, native.cause())
         super().__init__(handle, lib.llama_model_free, f"model {path.name}")
         self.path = path
+        self.vocab_only = vocab_only
         self.name = path.name
         self.buffers = tuple(native.sizes)
         self.tokenizer = Tokenizer(path.name, lib.llama_model_get_vocab(handle))
@@ -292,6 +297,23 @@ class Model(_Closing):
         self.n_bytes: int = lib.llama_model_size(handle)
         self.n_params: int = lib.llama_model_n_params(handle)
         self.cache_kind = self._cache_kind()
+        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """Free the weights, after the contexts that still use them; more than once does nothing."""
+        for context in list(self._contexts):
+            context.close()
+        self.tokenizer.close()
+        super().close()
+
+    def lend(self, context: Context) -> None:
+        """Remember a context, to close it before the weights."""
+        self._contexts.add(context)
+
+    @property
+    def has_encoder(self) -> bool:
+        """Whether it reads a text as a whole first; llama.cpp then ends the process at a decode."""
+        return bool(lib.llama_model_has_encoder(self._handle))
 
     def _cache_kind(self) -> str:
         """ "attention", "sliding window", "recurrent" or "hybrid"."""
@@ -335,6 +357,14 @@ class Context(_Closing):
         ggml_type = getattr(lib, f"GGML_TYPE_{kv_type.upper()}", None)
         if ggml_type is None:
             raise UsageError(f"there is no KV cache type {kv_type}; use f16, q8_0, q4_0 or f32")
+        if not 0 < n_ctx * n_slots <= _MOST_CELLS:
+            raise UsageError(
+                f"a context of {n_ctx} tokens is out of range; choose 1 to {_MOST_CELLS // n_slots}"
+            )
+        if model.vocab_only:
+            raise SpecllamaError(f"{model.name} was opened for its vocabulary only; load it whole")
+        if model.has_encoder:
+            raise _no_generator(model)
         self.n_batch = min(n_batch, n_ctx * n_slots)
         self.n_outputs = min(n_outputs, self.n_batch)
         params = lib.llama_context_default_params()
@@ -362,13 +392,17 @@ class Context(_Closing):
                 "try a smaller --ctx-size"
             )
         super().__init__(handle, lib.llama_free, f"the context of {model.name}")
+        model.lend(self)
+        self._memory = lib.llama_get_memory(handle)
+        if not self._memory:
+            self.close()
+            raise _no_generator(model)
         self.name = model.name
         self.n_ctx = n_ctx
         self.n_slots = n_slots
         self.n_vocab = model.tokenizer.n_vocab
         self.can_rollback = model.cache_kind in ("attention", "sliding window")
         self.buffers = tuple(native.sizes)
-        self._memory = lib.llama_get_memory(handle)
         self._batch = _Batch(self.n_batch)
         self._native = native
 
@@ -377,6 +411,19 @@ class Context(_Closing):
 
         Raises DecodeError, after which the touched sequences hold something unknown.
         """
+        self._check_size(batch)
+        try:
+            filled = self._batch.fill(batch)
+        except OverflowError as error:
+            raise DecodeError(f"{self.name}: a token id is out of range ({error})") from None
+        with self._native.calling():
+            code = lib.llama_decode(self._handle, filled)
+        if code != 0:
+            raise self._decode_failure(code)
+        return self._logits(batch)
+
+    def _check_size(self, batch: Sequence[Any]) -> None:
+        """llama.cpp would end the process at some of what is refused here."""
         n_outputs = sum(rows.n_logits for rows in batch)
         n_rows = sum(len(rows.tokens) for rows in batch)
         if n_rows > self.n_batch or n_outputs > self.n_outputs:
@@ -384,12 +431,12 @@ class Context(_Closing):
                 f"{self.name}: {n_rows} rows with {n_outputs} outputs exceed the batch of "
                 f"{self.n_batch} and {self.n_outputs}; raise --batch-size or draft fewer tokens"
             )
-        filled = self._batch.fill(batch)
-        with self._native.calling():
-            code = lib.llama_decode(self._handle, filled)
-        if code != 0:
-            raise self._decode_failure(code)
-        return self._logits(batch, n_outputs)
+        for rows in batch:
+            if rows.start + len(rows.tokens) > self.n_ctx:
+                raise DecodeError(
+                    f"{self.name}: a sequence of {rows.start + len(rows.tokens)} tokens exceeds "
+                    f"the context of {self.n_ctx}; use a larger --ctx-size"
+                )
 
     def _decode_failure(self, code: int) -> DecodeError:
         if code == 1:
@@ -402,7 +449,8 @@ class Context(_Closing):
             "run again with -v for its log"
         )
 
-    def _logits(self, batch: Sequence[Any], n_outputs: int) -> list[NDArray[np.float32]]:
+    def _logits(self, batch: Sequence[Any]) -> list[NDArray[np.float32]]:
+        n_outputs = sum(rows.n_logits for rows in batch)
         if n_outputs == 0:
             return [np.empty((0, self.n_vocab), np.float32) for _ in batch]
         pointer = lib.llama_get_logits(self._handle)
@@ -417,11 +465,11 @@ class Context(_Closing):
 
     def length(self, slot: int) -> int:
         """Number of tokens that the slot holds."""
-        return int(lib.llama_memory_seq_pos_max(self._checked_memory(), slot)) + 1
+        return int(lib.llama_memory_seq_pos_max(self._memory_of(slot), slot)) + 1
 
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on. Raises RollbackError if refused."""
-        memory = self._checked_memory()
+        memory = self._memory_of(slot)
         done = lib.llama_memory_seq_rm(memory, slot, length, -1)
         if not done or lib.llama_memory_seq_pos_min(memory, slot) > 0:
             raise RollbackError(
@@ -431,12 +479,21 @@ class Context(_Closing):
 
     def clear(self, slot: int) -> None:
         """Forget the whole sequence."""
-        if not lib.llama_memory_seq_rm(self._checked_memory(), slot, -1, -1):
+        if not lib.llama_memory_seq_rm(self._memory_of(slot), slot, -1, -1):
             raise RollbackError(f"{self.name}: its KV cache could not be cleared; load it again")
 
-    def _checked_memory(self) -> Any:
+    def _memory_of(self, slot: int) -> Any:
         assert self._handle is not None  # raises the sentence of a closed context
+        if not 0 <= slot < self.n_slots:  # llama.cpp would end the process
+            raise SpecllamaError(f"{self.name}: there is no slot {slot} in {self.n_slots}")
         return self._memory
+
+
+def _no_generator(model: Model) -> ModelError:
+    return ModelError(
+        f"{model.name} ({model.description}) does not continue a text token by token; "
+        "choose a model for text generation"
+    )
 
 
 class _Batch:
