@@ -7,9 +7,15 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from specllama import llama, vocabulary
-from specllama.loading import DEFAULT_CTX_SIZE, Files, rollback_refusal
-from specllama.lookahead import MAX_DRAFT_TOKENS
+from specllama import vocabulary
+from specllama.loading import (
+    Files,
+    Model,
+    context_size,
+    open_context,
+    open_model,
+    rollback_refusal,
+)
 
 _MIB = 1024 * 1024
 
@@ -35,10 +41,10 @@ class Report:
 def examine(files: Files, ctx_size: int | None = None, batch_size: int = 512) -> Report:
     """Load both models and hold every rule against them. Raises ModelError for a bad file."""
     with ExitStack() as stack:
-        target = stack.enter_context(llama.Model(files.target))
+        target = stack.enter_context(open_model(files.target))
         models = [("target", target)]
         if files.draft is not None:
-            models.append(("draft", stack.enter_context(llama.Model(files.draft))))
+            models.append(("draft", stack.enter_context(open_model(files.draft))))
         findings = [_file(role, model) for role, model in models]
         refusal = None
         if len(models) > 1:
@@ -52,12 +58,11 @@ def examine(files: Files, ctx_size: int | None = None, batch_size: int = 512) ->
             found, problem = _rollback(role, model)
             findings.append(found)
             refusal = refusal or problem
-        size = ctx_size if ctx_size else min(DEFAULT_CTX_SIZE, target.n_ctx_train)
-        findings += _memory(stack, models, size, batch_size)
+        findings += _memory(stack, models, context_size(ctx_size, target), batch_size)
         return Report(tuple(findings), refusal)
 
 
-def _file(role: str, model: llama.Model) -> Finding:
+def _file(role: str, model: Model) -> Finding:
     detail = (
         f"{model.name}: {model.description}, {model.n_bytes / 1e9:.2f} GB, "
         f"trained for {model.n_ctx_train} tokens"
@@ -67,7 +72,7 @@ def _file(role: str, model: llama.Model) -> Finding:
     return Finding(f"{role} file", True, detail)
 
 
-def _rollback(role: str, model: llama.Model) -> tuple[Finding, str | None]:
+def _rollback(role: str, model: Model) -> tuple[Finding, str | None]:
     problem = rollback_refusal(model, role)
     if problem is None:
         detail = f"{model.cache_kind}: rejected tokens can be taken back"
@@ -78,15 +83,13 @@ def _rollback(role: str, model: llama.Model) -> tuple[Finding, str | None]:
 
 
 def _memory(
-    stack: ExitStack, models: Sequence[tuple[str, llama.Model]], n_ctx: int, n_batch: int
+    stack: ExitStack, models: Sequence[tuple[str, Model]], n_ctx: int, n_batch: int
 ) -> list[Finding]:
     """What llama.cpp allocates for each model with this context, by its own account."""
     findings, total = [], 0.0
     for role, model in models:
         size = n_ctx if role == "target" else min(n_ctx, model.n_ctx_train)
-        context = stack.enter_context(
-            llama.Context(model, n_ctx=size, n_batch=n_batch, n_outputs=MAX_DRAFT_TOKENS + 1)
-        )
+        context = stack.enter_context(open_context(model, size, n_batch))
         weights = model.n_bytes / _MIB
         cache = sum(mib for _, kind, mib in context.buffers if kind in ("KV", "RS"))
         buffers = sum(mib for _, kind, mib in context.buffers if kind not in ("KV", "RS"))

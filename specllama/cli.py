@@ -401,7 +401,7 @@ def explain(
     p = explaining.parse_law(target, "--p")
     q = explaining.parse_law(draft, "--q")
     balance = explaining.balance(p, q)
-    names = explaining.parse_labels(labels, len(p)) if labels else None
+    names = explaining.parse_labels(labels, len(p)) if labels is not None else None
     if html is not None:
         explaining.write_page(html, p, q, names)
     if plot is not None:

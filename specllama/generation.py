@@ -106,8 +106,8 @@ class Chunk:
 class Pair:
     """A target with its drafter, ready to generate. Close it, or use it in a with statement.
 
-    n_tokens: ids from here on are padding and never emitted. closers: what `close` runs, in order.
-    notices: what the user should know of how this pair runs.
+    n_tokens: ids from here on are padding and never emitted. names: of drafter and verifier, for
+    the statistics. notices: what the user should know of how this pair runs. close: frees it all.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Pair:
         *,
         n_tokens: int,
         names: tuple[str, str] = ("", ""),
-        closers: Sequence[Callable[[], None]] = (),
+        close: Callable[[], None] = lambda: None,
         notices: Sequence[str] = (),
     ) -> None:
         self.target = target
@@ -128,12 +128,11 @@ class Pair:
         self.notices = tuple(notices)
         self._speculator = Speculator(target, drafter, verify, n_tokens)
         self._drafter_name, self._verifier_name = names
-        self.closers = list(closers)
+        self._close = close
 
     def close(self) -> None:
         """Free both models; more than once does nothing."""
-        while self.closers:
-            self.closers.pop(0)()
+        self._close()
 
     def __enter__(self) -> Pair:
         return self

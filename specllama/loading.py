@@ -22,6 +22,8 @@ from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength
 
 log = logging.getLogger(__name__)
 
+Model = llama.Model  # for annotations of those who get one from here
+
 DEFAULT_PAIR = "smollm2"
 DEFAULT_CTX_SIZE = 4096
 DEFAULT_BATCH_SIZE = 512
@@ -106,47 +108,56 @@ def load(
     if drafter == "model" and model is not None and draft is None:
         raise UsageError("the model drafter needs a draft model; name one with --model-draft")
     files = find_files(pair, model=model, draft=draft, models=models, announce=announce)
-    threads = default_threads() if threads is None else threads
     with ExitStack() as stack:
-        target = stack.enter_context(llama.Model(files.target, gpu_layers=gpu_layers))
-        n_ctx = _context_size(ctx_size, target)
-
-        def context(of: llama.Model, size: int) -> llama.Context:
-            made = llama.Context(
-                of,
-                n_ctx=size,
-                n_batch=batch_size,
-                n_outputs=MAX_DRAFT_TOKENS + 1,
-                threads=threads,
-                threads_batch=threads_batch,
-            )
-            stack.enter_context(made)
-            return made
-
+        target = stack.enter_context(open_model(files.target, gpu_layers))
+        n_ctx = context_size(ctx_size, target)
+        rows = (batch_size, default_threads() if threads is None else threads, threads_batch)
         notices = [target.notice] if target.notice else []
         proposer: Drafter = NullDrafter()
         if files.draft is not None and drafter != "none" and policy.n_tokens > 0:
-            small = stack.enter_context(llama.Model(files.draft, gpu_layers=gpu_layers_draft))
+            small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
             shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
             refusal = rollback_refusal(target, "target") or rollback_refusal(small, "draft")
             if refusal:
                 notices.append(f"{refusal}, so speculation is off and decoding is plain")
             else:
                 size = min(n_ctx, small.n_ctx_train)
-                lm = CachedLM(context(small, size))
+                lm = CachedLM(stack.enter_context(open_context(small, size, *rows)))
                 proposer = ModelDrafter(lm, policy, shared, draft_temperature)
-        made = Pair(
-            CachedLM(context(target, n_ctx)),
+        lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *rows)))
+        return Pair(
+            lm,
             proposer,
             target.tokenizer,
             VERIFIERS[verifier],
             n_tokens=vocabulary.real_tokens(target.tokenizer),
             names=("none" if isinstance(proposer, NullDrafter) else "model", verifier),
             notices=notices,
-            closers=[],
+            close=stack.pop_all().close,
         )
-        made.closers.append(stack.pop_all().close)
-        return made
+
+
+def open_model(path: Path, gpu_layers: int = -1) -> llama.Model:
+    """The weights of a GGUF file, to be closed. Raises ModelError."""
+    return llama.Model(path, gpu_layers=gpu_layers)
+
+
+def open_context(
+    model: llama.Model,
+    n_ctx: int,
+    n_batch: int = DEFAULT_BATCH_SIZE,
+    threads: int | None = None,
+    threads_batch: int | None = None,
+) -> llama.Context:
+    """A context that is as large as speculation needs and no larger, to be closed."""
+    return llama.Context(
+        model,
+        n_ctx=n_ctx,
+        n_batch=n_batch,
+        n_outputs=MAX_DRAFT_TOKENS + 1,
+        threads=threads,
+        threads_batch=threads_batch,
+    )
 
 
 def _check_options(
@@ -171,7 +182,8 @@ def _check_options(
         raise UsageError(f"the draft temperature must be 0 or more, not {draft_temperature}")
 
 
-def _context_size(asked: int | None, model: llama.Model) -> int:
+def context_size(asked: int | None, model: llama.Model) -> int:
+    """Tokens of a context: as asked for, 0 as trained, None a default that fits the training."""
     if asked is None:
         return min(DEFAULT_CTX_SIZE, model.n_ctx_train)
     return asked or model.n_ctx_train

@@ -36,7 +36,8 @@ ARROWS: dict[str, set[str]] = {
         *("generation", "drafting", "lookahead", "acceptance", "sampling"),
     },
     "explain": {"acceptance", "sampling"},
-    "cli": {"explain", "loading", "generation", "acceptance", "sampling", "registry"},
+    "check": {"loading", "vocabulary"},
+    "cli": {"explain", "check", "loading", "generation", "acceptance", "sampling", "registry"},
     "__init__": {"loading", "generation", "acceptance", "sampling"},
 }
 
