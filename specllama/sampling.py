@@ -26,12 +26,10 @@ Floats = NDArray[np.float64]
 Ids = NDArray[np.int64]
 Logits = NDArray[np.float32]
 
-# Below this a float32 division loses the temperature; the law is one-hot long before.
-_SMALLEST_TEMPERATURE = 1e-30
+# Beyond these float32 loses the temperature; the law is one-hot, or flat, long before.
+_SMALLEST_TEMPERATURE, _LARGEST_TEMPERATURE = 1e-30, 1e30
 # Columns of the strided view in which `_largest` looks for the top k (about one pass over the row).
 _STRIDE = 64
-# First guess at how many candidates top-p needs when top-k does not bound them.
-_TOP_P_CANDIDATES = 256
 
 
 @dataclass(frozen=True)
@@ -147,37 +145,40 @@ def next_law(
 
     logits: [n_vocab] float32, not modified. history: the tokens before it, drafted ones included
     (read only when `params.uses_history`). position: index of the token, for the error message.
-    Raises InvalidLogits for NaN, +inf, or nothing but -inf.
+    Raises InvalidLogits for NaN, +inf, or nothing but -inf, and UsageError when it is the bias and
+    the penalties that leave no usable logit.
     """
     row = _adjusted(logits, params, history)
     if params.temperature == 0 or params.top_k == 1:
         best = int(row.argmax())
-        _require_finite(float(row[best]), logits, params, position)
+        _require_finite(float(row[best]), logits, position)
         return Law.one_hot(best)
     if 0 < params.top_k < row.size:
         ids = _largest(row, params.top_k)
-        _require_finite(float(row[ids[0]]), logits, params, position)
+        _require_finite(float(row[ids[0]]), logits, position)
         ids = _min_p(row, _top_p(row, ids, params.top_p), params.min_p)
         ids.sort()
         return Law(_softmax(row[ids], params.temperature), ids)
-    top = float(row.max())
-    _require_finite(top, logits, params, position)
+    top = row.max()
+    _require_finite(float(top), logits, position)
     if params.top_p < 1:
         ids = _min_p(row, _nucleus(row, params.top_p), params.min_p)
-        ids.sort()
-        return Law(_softmax(row[ids], params.temperature), ids)
-    if params.min_p > 0:
+    elif params.min_p > 0:
         ids = np.flatnonzero(row >= top + math.log(params.min_p))
-        return Law(_softmax(row[ids], params.temperature), ids)
-    return Law(_softmax(row, params.temperature))
+    else:
+        return Law(_softmax(row, params.temperature))
+    return Law(_softmax(row[ids], params.temperature), ids)
 
 
-def _require_finite(top: float, logits: Logits, params: SamplingParams, position: int) -> None:
+def _require_finite(top: float, logits: Logits, position: int) -> None:
     """Raise unless `top`, the largest logit, is finite; a NaN anywhere makes the maximum NaN."""
     if math.isfinite(top):
         return
-    if params.logit_bias and bool(np.isfinite(logits).any()) and not bool(np.isnan(logits).any()):
-        raise UsageError("the logit bias bans every token that is left; ban fewer of them")
+    if math.isfinite(logits.max()):
+        raise UsageError(
+            "the logit bias and the penalties leave no token to choose; "
+            "ban fewer tokens and use smaller numbers"
+        )
     raise InvalidLogits(position)
 
 
@@ -186,11 +187,13 @@ def _adjusted(logits: Logits, params: SamplingParams, history: Sequence[int]) ->
     if not (params.logit_bias or params.uses_history):
         return logits
     row = logits.copy()
-    for token, bias in params.logit_bias.items():
-        if token < row.size:
-            row[token] += np.float32(bias)
-    if params.uses_history:
-        _penalise(row, params, history)
+    # What overflows here, and inf - inf, is found and reported with the largest logit.
+    with np.errstate(all="ignore"):
+        for token, bias in params.logit_bias.items():
+            if token < row.size:
+                row[token] += np.float32(bias)
+        if params.uses_history:
+            _penalise(row, params, history)
     return row
 
 
@@ -246,32 +249,40 @@ def _top_p(row: Logits, ids: Ids, top_p: float) -> Ids:
 
 
 def _nucleus(row: Logits, top_p: float) -> Ids:
-    """Top-p over the whole vocabulary, largest first, without sorting all of it if it can help."""
+    """Top-p over the whole vocabulary: the same set as `_top_p` of all ids, in ascending order."""
     probs = _softmax(row, 1.0)
-    for count in (_TOP_P_CANDIDATES, row.size):
-        ids = _largest(row, min(count, row.size))
-        mass = np.cumsum(probs[ids])
-        if mass[-1] >= top_p:
-            break
-    return ids[: int(mass.searchsorted(top_p)) + 1]
+    # All tokens below this together have half of the mass that top-p may leave out, at most.
+    within = np.flatnonzero(probs >= (1 - top_p) / (2 * row.size))
+    logits = row[within]
+    # Values alone sort several times faster than ids by value.
+    falling = np.sort(logits)[::-1]
+    mass = np.cumsum(_softmax(falling, 1.0)) * probs[within].sum()
+    n_kept = min(int(mass.searchsorted(top_p)) + 1, falling.size)
+    bound = falling[n_kept - 1]
+    kept = logits > bound
+    ties = np.flatnonzero(logits == bound)
+    kept[ties[: n_kept - np.count_nonzero(kept)]] = True
+    nucleus: Ids = within[kept]
+    return nucleus
 
 
 def _min_p(row: Logits, ids: Ids, min_p: float) -> Ids:
-    """Those of `ids` (largest first) at least min_p times as likely as the first."""
+    """Those of `ids` at least min_p times as likely as the likeliest of them."""
     if min_p <= 0:
         return ids
     values = row[ids]
-    kept: Ids = ids[values >= values[0] + math.log(min_p)]
+    kept: Ids = ids[values >= values.max() + math.log(min_p)]
     return kept
 
 
 def _softmax(values: Logits, temperature: float) -> Floats:
     """exp((values - max) / temperature), normalised: float32 exponentials, float64 sum."""
-    scaled = values - values.max()
-    if temperature != 1.0:
-        with np.errstate(over="ignore"):
-            scaled /= np.float32(max(temperature, _SMALLEST_TEMPERATURE))
-    weights: Floats = np.exp(scaled).astype(np.float64)
+    with np.errstate(over="ignore"):
+        scaled = values - values.max()
+        if temperature != 1.0:
+            scaled /= np.float32(min(max(temperature, _SMALLEST_TEMPERATURE), _LARGEST_TEMPERATURE))
+    # In place: at 262,144 tokens the time goes into fresh memory, not into the exponential.
+    weights: Floats = np.exp(scaled, out=scaled).astype(np.float64)
     weights /= weights.sum()
     return weights
 
