@@ -40,6 +40,17 @@ has_compiler() {
 NO_COMPILER="there is no C++ compiler here, and llama-cpp-python needs one to build; install one\
  (on Debian: apt-get install g++; on macOS: xcode-select --install)"
 
+# GCC drops stores that llama.cpp's Intel AMX kernels need, and such a build dies at the first batch
+# (ggml-org/llama.cpp#26954). Where the processor has AMX, build without it.
+leave_amx_out() {
+  local flags="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"
+  if ! grep -qsw amx_int8 /proc/cpuinfo; then return; fi
+  # A compiler that does not know the flags does not know AMX either.
+  # shellcheck disable=SC2086
+  if ! "${CC:-cc}" $flags -x c -E - </dev/null >/dev/null 2>&1; then return; fi
+  export CFLAGS="${CFLAGS:+$CFLAGS }$flags" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$flags"
+}
+
 # with_progress WHAT COMMAND...: a terminal sees the command's own output; anywhere else a line
 # with the time every ten seconds, and the end of the log when the command fails.
 with_progress() {
@@ -92,6 +103,7 @@ install_specllama() {
   if ! "$PYTHON" -c 'import llama_cpp' >/dev/null 2>&1; then
     what+="; llama-cpp-python is built from source, which takes about four minutes on two cores"
     has_compiler || hint=$NO_COMPILER
+    leave_amx_out
   fi
   if [[ -n $hint ]]; then say "note: $hint, unless pip finds a ready wheel"; fi
   with_progress "$what" "$PYTHON" -m pip install -e ".$1" ||

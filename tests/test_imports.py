@@ -37,8 +37,11 @@ ARROWS: dict[str, set[str]] = {
     },
     "explain": {"acceptance", "sampling"},
     "check": {"loading", "vocabulary"},
-    "cli": {"explain", "check", "loading", "generation", "acceptance", "sampling", "registry"},
     "__init__": {"loading", "generation", "acceptance", "sampling"},
+    "cli": {
+        *("explain", "check", "loading", "generation", "acceptance", "sampling", "registry"),
+        "__init__",
+    },
 }
 
 # Who may import which package from outside the standard library.
@@ -95,9 +98,8 @@ def test_a_module_imports_only_along_the_arrows(module: str) -> None:
 
 
 def test_only_loading_joins_the_models_and_the_registry() -> None:
-    both = [module for module in MODULES if {"llama", "registry"} <= own_imports(module)]
-    assert both in ([], ["loading"])
-    assert [module for module in MODULES if "llama" in own_imports(module)] in ([], ["loading"])
+    assert [module for module in MODULES if "llama" in own_imports(module)] == ["loading"]
+    assert "registry" in own_imports("loading")
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -107,12 +109,9 @@ def test_a_module_uses_only_the_packages_that_are_its_business(module: str) -> N
 
 
 def test_only_llama_knows_ctypes() -> None:
-    users = [
-        module
-        for module in MODULES
-        if any(name.split(".")[0] == "ctypes" for name in imported_names(module))
-    ]
-    assert users in ([], ["llama"])
+    for module in MODULES:
+        tops = {name.split(".")[0] for name in imported_names(module)}
+        assert "ctypes" not in tops or module == "llama", module
 
 
 HEAVY = ("llama_cpp", "huggingface_hub", "matplotlib")
@@ -135,7 +134,7 @@ def test_importing_specllama_loads_nothing_heavy() -> None:
     assert loaded_heavy_packages("import specllama") == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["generate", "--help"]])
+@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"]])
 def test_asking_the_command_for_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import specllama
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -97,3 +99,7 @@ def test_an_unpacked_wheel_finds_its_own_registry(wheel: Path, tmp_path: Path) -
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert Path(run.stdout.strip()).resolve() == (site / "specllama" / "models.toml").resolve()
+
+
+def test_the_package_and_its_metadata_agree_on_the_version(wheel: Path) -> None:
+    assert specllama.__version__ == metadata_of(wheel)["Version"]
