@@ -458,8 +458,8 @@ class Context(_Closing):
         if address is None:
             raise DecodeError(f"{self.name}: llama.cpp gave no logits; run again with -v")
         flat: Any = (ctypes.c_float * (n_outputs * self.n_vocab)).from_address(address)
-        rows = np.frombuffer(flat, np.float32).reshape(n_outputs, self.n_vocab)
-        rows.flags.writeable = False
+        read_only = memoryview(flat).toreadonly()
+        rows = np.frombuffer(read_only, np.float32).reshape(n_outputs, self.n_vocab)
         ends = np.cumsum([r.n_logits for r in batch])
         return [rows[end - r.n_logits : end] for r, end in zip(batch, ends, strict=True)]
 
