@@ -1,0 +1,212 @@
+"""CachedLM: the cache is a memo of a function, whatever happens in between."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from toys import Table, ToyContext
+
+from specllama.errors import DecodeError, RollbackError
+from specllama.lm import CachedLM, Request, Rows, common_prefix
+
+MODEL = Table(5, seed=3)
+
+
+def context(**options: int) -> ToyContext:
+    return ToyContext(MODEL, 5, **options)
+
+
+def expected(tokens: Sequence[int], n_last: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    ends = range(len(tokens) - n_last + 1, len(tokens) + 1)
+    return np.log([MODEL(tuple(tokens[:end])) for end in ends]).astype(np.float32)
+
+
+def test_logits_after_each_of_the_last_prefixes() -> None:
+    lm = CachedLM(context())
+    [rows] = lm.logits([Request(0, [1, 2, 3, 4], 3)])
+    assert np.array_equal(rows, expected([1, 2, 3, 4], 3))
+
+
+def test_only_new_tokens_are_decoded() -> None:
+    toy = context()
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    lm.logits([Request(0, [1, 2, 3, 4, 0], 2)])
+    assert toy.decodes == [[(3, 1)], [(2, 2)]]
+
+
+def test_rejected_tokens_are_forgotten_and_asking_again_decodes_the_last_row_only() -> None:
+    toy = context()
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3, 4], 3)])
+    [rows] = lm.logits([Request(0, [1, 2, 0])])
+    assert np.array_equal(rows, expected([1, 2, 0], 1))
+    [rows] = lm.logits([Request(0, [1, 2, 0])])
+    assert np.array_equal(rows, expected([1, 2, 0], 1))
+    assert toy.decodes[1:] == [[(1, 1)], [(1, 1)]]
+
+
+def test_all_sequences_share_one_decode() -> None:
+    toy = context()
+    lm = CachedLM(toy)
+    first, second = lm.logits([Request(0, [1, 2], 2), Request(1, [3, 4, 0], 1)])
+    assert np.array_equal(first, expected([1, 2], 2))
+    assert np.array_equal(second, expected([3, 4, 0], 1))
+    assert toy.decodes == [[(2, 2), (3, 1)]]
+
+
+@pytest.mark.parametrize("n_batch", [4, 5, 7, 64])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 13, 16, 21])
+def test_prompts_longer_than_the_batch(n_batch: int, length: int) -> None:
+    toy = context(n_batch=n_batch)
+    tokens = [i % 5 for i in range(length)]
+    n_last = min(length, 3)
+    [rows] = CachedLM(toy).logits([Request(0, tokens, n_last)])
+    assert np.array_equal(rows, expected(tokens, n_last))
+    assert len(toy.decodes) == -(-length // n_batch) or length - n_last < n_batch
+    assert sum(entry[1] for batch in toy.decodes for entry in batch) == n_last
+
+
+def test_two_long_prompts_and_their_last_rows_in_one_decode() -> None:
+    toy = context(n_batch=8)
+    a, b = [i % 5 for i in range(20)], [i % 3 for i in range(15)]
+    rows = CachedLM(toy).logits([Request(0, a, 2), Request(1, b, 3)])
+    assert np.array_equal(rows[0], expected(a, 2))
+    assert np.array_equal(rows[1], expected(b, 3))
+    assert [n for _, n in toy.decodes[-1]] == [2, 3]
+
+
+def test_prefill_gives_no_logits_and_counts_what_it_decoded() -> None:
+    toy = context(n_batch=4)
+    lm = CachedLM(toy)
+    assert lm.prefill(0, [1, 2, 3, 4, 0]) == 5
+    assert lm.prefill(0, [1, 2, 3, 4, 0]) == 0
+    assert lm.prefill(0, [1, 2, 2]) == 1
+    assert lm.prefill(0, []) == 0
+    assert all(n == 0 for batch in toy.decodes for _, n in batch)
+    assert lm.held(0) == ()
+    assert toy.slots[0] == []
+
+
+def test_a_failed_decode_forgets_the_sequence_and_the_next_request_starts_clean() -> None:
+    toy = context()
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    toy.fail_decode = True
+    with pytest.raises(DecodeError):
+        lm.logits([Request(0, [1, 2, 3, 4])])
+    toy.fail_decode = False
+    assert lm.held(0) == ()
+    [rows] = lm.logits([Request(0, [1, 2, 3, 4])])
+    assert np.array_equal(rows, expected([1, 2, 3, 4], 1))
+
+
+def test_a_refused_rollback_raises_and_is_not_believed_to_have_happened() -> None:
+    toy = context()
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    toy.refuse_rollback = True
+    with pytest.raises(RollbackError):
+        lm.logits([Request(0, [1, 4])])
+    toy.refuse_rollback = False
+    [rows] = lm.logits([Request(0, [1, 4])])
+    assert np.array_equal(rows, expected([1, 4], 1))
+
+
+def test_a_rollback_that_lies_is_noticed() -> None:
+    class Liar(ToyContext):
+        def truncate(self, slot: int, length: int) -> None:
+            pass
+
+    lm = CachedLM(Liar(MODEL, 5))
+    lm.logits([Request(0, [1, 2, 3])])
+    with pytest.raises(RollbackError, match="holds 3 tokens after it was cut to 1"):
+        lm.logits([Request(0, [1, 4])])
+
+
+def test_a_cache_that_cannot_roll_back_is_cleared_and_read_again() -> None:
+    toy = context()
+    toy.can_rollback = False
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    lm.logits([Request(0, [1, 2, 3, 4])])
+    [rows] = lm.logits([Request(0, [1, 2, 0])])
+    assert np.array_equal(rows, expected([1, 2, 0], 1))
+    assert toy.decodes == [[(3, 1)], [(1, 1)], [(3, 1)]]
+
+
+class Interrupting(ToyContext):
+    """Raises KeyboardInterrupt at a given call, before or after its effect."""
+
+    def __init__(self, when: int) -> None:
+        super().__init__(MODEL, 5, n_batch=4)
+        self._left = when
+
+    def _tick(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            raise KeyboardInterrupt
+
+    def decode(self, batch: Sequence[Rows]) -> list[np.ndarray]:  # type: ignore[type-arg]
+        self._tick()
+        logits = super().decode(batch)
+        self._tick()
+        return logits
+
+    def truncate(self, slot: int, length: int) -> None:
+        self._tick()
+        super().truncate(slot, length)
+        self._tick()
+
+    def clear(self, slot: int) -> None:
+        self._tick()
+        super().clear(slot)
+        self._tick()
+
+
+def test_an_interrupt_at_any_moment_leaves_the_function_right() -> None:
+    walks = [[1, 2, 3, 4, 0, 1], [1, 2, 3, 0], [1, 2, 3, 0, 4, 4], [2], [2, 1, 1]]
+    when = 0
+    interrupted = True
+    while interrupted:
+        when += 1
+        lm = CachedLM(Interrupting(when))
+        interrupted = False
+        for tokens in walks:
+            try:
+                [rows] = lm.logits([Request(0, tokens)])
+            except KeyboardInterrupt:
+                interrupted = True
+                [rows] = lm.logits([Request(0, tokens)])
+            assert np.array_equal(rows, expected(tokens, 1)), (when, tokens)
+    assert when > 15
+
+
+def test_what_is_held_is_what_the_context_holds_after_random_requests() -> None:
+    rng = random.Random(7)
+    toy = context(n_batch=6)
+    lm = CachedLM(toy)
+    histories = [[0], [1]]
+    for _ in range(500):
+        slot = rng.randrange(2)
+        tokens = histories[slot][: rng.randint(1, len(histories[slot]))]
+        tokens = (tokens + [rng.randrange(5) for _ in range(rng.randint(0, 4))])[:40]
+        n_last = rng.randint(1, min(3, len(tokens)))
+        [rows] = lm.logits([Request(slot, tokens, n_last)])
+        assert np.array_equal(rows, expected(tokens, n_last))
+        assert list(lm.held(slot)) == toy.slots[slot] == tokens
+        histories[slot] = tokens
+
+
+def test_common_prefix_against_a_plain_loop() -> None:
+    rng = random.Random(1)
+    for _ in range(3000):
+        a = [rng.randrange(2) for _ in range(rng.randint(0, 9))]
+        b = [rng.randrange(2) for _ in range(rng.randint(0, 9))]
+        n = 0
+        while n < min(len(a), len(b)) and a[n] == b[n]:
+            n += 1
+        assert common_prefix(a, b) == n
