@@ -168,16 +168,17 @@ class Pair:
         if ignore_eos:
             banned = dict.fromkeys(self.tokenizer.end_tokens, -math.inf)
             params = replace(params, logit_bias={**params.logit_bias, **banned})
-        room = self.target.n_ctx - len(tokens)
-        limit = room if max_tokens in (None, -1) else max_tokens
-        if limit is None or limit < -1:
+        if max_tokens is not None and max_tokens < -1:
             raise UsageError(f"max_tokens must be -1 (no limit) or more, not {max_tokens}")
+        room = self.target.n_ctx - len(tokens)
+        limit, limit_detail = room, "context full"
+        if max_tokens is not None and 0 <= max_tokens <= room:
+            limit, limit_detail = max_tokens, "token limit"
         seed = secrets.randbits(32) if seed is None else seed
-        state = SequenceState(0, tokens, params, Streams.seeded(seed), min(limit, room))
+        state = SequenceState(0, tokens, params, Streams.seeded(seed), limit)
         stats = Stats(seed, self._verifier_name, self._drafter_name, prompt_n=len(tokens))
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        ending = _Ending(self.tokenizer, stops, "token limit" if limit <= room else "context full")
-        return self._run(state, stats, ending)
+        return self._run(state, stats, _Ending(self.tokenizer, stops, limit_detail))
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

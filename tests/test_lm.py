@@ -10,16 +10,16 @@ import pytest
 from toys import Table, ToyContext
 
 from specllama.errors import DecodeError, RollbackError
-from specllama.lm import CachedLM, Request, Rows, common_prefix
+from specllama.lm import CachedLM, LogitRows, Request, Rows, common_prefix
 
 MODEL = Table(5, seed=3)
 
 
-def context(**options: int) -> ToyContext:
-    return ToyContext(MODEL, 5, **options)
+def context(n_batch: int = 64) -> ToyContext:
+    return ToyContext(MODEL, 5, n_batch=n_batch)
 
 
-def expected(tokens: Sequence[int], n_last: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def expected(tokens: Sequence[int], n_last: int) -> LogitRows:
     ends = range(len(tokens) - n_last + 1, len(tokens) + 1)
     return np.log([MODEL(tuple(tokens[:end])) for end in ends]).astype(np.float32)
 
@@ -150,7 +150,7 @@ class Interrupting(ToyContext):
         if self._left == 0:
             raise KeyboardInterrupt
 
-    def decode(self, batch: Sequence[Rows]) -> list[np.ndarray]:  # type: ignore[type-arg]
+    def decode(self, batch: Sequence[Rows]) -> list[LogitRows]:
         self._tick()
         logits = super().decode(batch)
         self._tick()

@@ -29,7 +29,9 @@ def state(
     return SequenceState(slot, list(prompt), params, Streams.seeded(1, slot), n_left)
 
 
-def plain(n_tokens: int, params: SamplingParams = GREEDY, prompt: Sequence[int] = (0,)) -> list[int]:
+def plain(
+    n_tokens: int, params: SamplingParams = GREEDY, prompt: Sequence[int] = (0,)
+) -> list[int]:
     """A plain loop that knows nothing of the package but its sampling."""
     tokens = list(prompt)
     streams = Streams.seeded(1, 0)
@@ -77,8 +79,8 @@ class Proposing:
         pass
 
 
-def greedy_model(n: int, model: Table | Noisy = DRAFT, **options: int) -> ModelDrafter:
-    return ModelDrafter(CachedLM(ToyContext(model, 7, **options)), FixedLength(n), 7)
+def greedy_model(n: int, model: Table | Noisy = DRAFT, n_ctx: int = 64) -> ModelDrafter:
+    return ModelDrafter(CachedLM(ToyContext(model, 7, n_ctx=n_ctx)), FixedLength(n), 7)
 
 
 @BOTH
@@ -240,7 +242,7 @@ def test_ids_beyond_the_shared_ones_are_never_drafted() -> None:
     # The draft loves token 6, which is padding in the target's vocabulary.
     lover = Iid(0.01, 0.01, 0.01, 0.01, 0.01, 0.01, 0.94)
     drafter = ModelDrafter(CachedLM(ToyContext(lover, 7)), FixedLength(3), 6)
-    tokens, rounds = run(drafter, params=PLAIN)
+    _, rounds = run(drafter, params=PLAIN)
     assert all(token < 6 for r in rounds for token in r.draft.tokens)
     assert all(law.probs.size == 6 for r in rounds for law in r.draft.laws)
 
