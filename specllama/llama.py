@@ -25,6 +25,7 @@ import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
+from specllama import header
 from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
 
 # The bindings are ctypes functions whose stubs do not type-check; nothing of them leaves this file.
@@ -83,9 +84,10 @@ class _NativeLog:
     def cause(self) -> str:
         """What llama.cpp said last, without its function names, or an empty string."""
         lines = [line.split(": ", 1)[-1] for line in self.errors]
-        specific = [s for s in lines if not s.startswith(("failed to load model", "failed to"))]
-        chosen = (specific or lines)[:1]
-        return chosen[0].strip() if chosen else ""
+        lines = [line.removeprefix("error loading model: ").strip() for line in lines]
+        vague = ("failed to load model", "llama_model_loader: failed to load model")
+        chosen = [line for line in lines if not line.startswith(vague)] or lines
+        return chosen[0] if chosen else ""
 
 
 _backend_lock = threading.Lock()
@@ -144,20 +146,31 @@ def _check_file(path: Path) -> None:
         raise ModelError(f"{path} is not a GGUF file; download the model in that format")
 
 
-def _load_failure(path: Path, cause: str) -> ModelError:
+def _damage(path: Path) -> ModelError | None:
+    """What is missing from a file that does not load, or None when it has its full size."""
     size = path.stat().st_size
+    try:
+        expected = header.expected_size(path)
+    except header.CutHeader:
+        return ModelError(
+            f"{path} is incomplete: at {size:,} bytes it ends within its header; download it again"
+        )
+    if expected is None or size >= expected:
+        return None
+    return ModelError(
+        f"{path} is incomplete: it has {size:,} of {expected:,} bytes; download it again"
+    )
+
+
+def _load_failure(path: Path, cause: str) -> ModelError:
     if "unknown model architecture" in cause:
         return ModelError(
             f"{path}: {cause}; the file may be fine, but this llama-cpp-python "
             f"({lib.__version__}) does not know it: upgrade it or choose another model"
         )
-    if re.search(r"file bounds|failed to read|read error|corrupted|incomplete|unexpectedly", cause):
-        return ModelError(
-            f"{path} is damaged or incomplete at {size:,} bytes ({cause}); download it again"
-        )
     detail = f" ({cause})" if cause else ""
-    return ModelError(
-        f"llama.cpp cannot load {path}, {size:,} bytes{detail}; "
+    return _damage(path) or ModelError(
+        f"llama.cpp cannot load {path}, {path.stat().st_size:,} bytes{detail}; "
         "check the file, or run again with -v for its whole log"
     )
 
@@ -554,7 +567,7 @@ def requantise(source: Path, destination: Path, kind: str) -> None:
             )
         if code != 0:
             cause = native.cause() or f"code {code}"
-            raise ModelError(
+            raise _damage(source) or ModelError(
                 f"{source.name} could not be requantised to {kind} ({cause}); "
                 "check the free disk space"
             )

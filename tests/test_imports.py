@@ -29,7 +29,8 @@ ARROWS: dict[str, set[str]] = {
         *("speculation", "drafting", "lookahead", "acceptance", "sampling"),
         *("lm", "text", "vocabulary"),
     },
-    "llama": set(),
+    "header": set(),
+    "llama": {"header"},
     "registry": set(),
     "loading": {
         *("llama", "registry", "vocabulary", "lm"),

@@ -1,0 +1,112 @@
+"""What a GGUF file says of itself in its header: how many bytes the whole file should have.
+
+Only needed to explain why a file does not load; llama.cpp's own messages give no sizes.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+from typing import BinaryIO
+
+# Bytes per value of metadata, by the type numbers of the GGUF specification.
+_STRING, _ARRAY = 8, 9
+_VALUE_SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+
+# Weights per block and bytes per block, by ggml's type number.
+_TENSOR_SIZES = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34),
+    9: (32, 40), 10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176),
+    14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98),
+    19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136), 24: (1, 1),
+    25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2),
+    34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18),
+}
+
+
+class CutHeader(Exception):
+    """The file ends before its header does."""
+
+
+def expected_size(path: Path) -> int | None:
+    """Bytes of the complete file by its own account, or None when it cannot be told.
+
+    It cannot for a format version, a type of values or a type of tensors that is not known here.
+    Raises CutHeader, OSError.
+    """
+    with path.open("rb") as file:
+        try:
+            return _Header(file).file_size()
+        except (KeyError, ValueError, OverflowError, MemoryError):
+            return None
+
+
+class _Header:
+    """A reader that knows where the file ends, since lengths in a damaged header can be huge."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._end = file.seek(0, 2)
+        file.seek(0)
+
+    def file_size(self) -> int:
+        """Where the last tensor ends. [GGUF specification, "File Structure"]"""
+        magic = self._read(4)
+        version, n_tensors, n_values = self._unpack("<IQQ")
+        if magic != b"GGUF" or version not in (2, 3):
+            raise ValueError(f"version {version}")
+        alignment = 32
+        for _ in range(n_values):
+            key, value = self._text(), self._value()
+            if key == b"general.alignment" and isinstance(value, int):
+                alignment = value
+        ends = [self._tensor_end() for _ in range(n_tensors)]
+        header = self._file.tell()
+        if not ends:
+            return header
+        return math.ceil(header / alignment) * alignment + max(ends)
+
+    def _value(self) -> int | None:
+        """One value of metadata; only what fits the alignment's type is really read."""
+        (kind,) = self._unpack("<I")
+        if kind == 4:
+            return int(self._unpack("<I")[0])
+        if kind == _STRING:
+            self._text()
+        elif kind == _ARRAY:
+            item, count = self._unpack("<IQ")
+            if item == _STRING:
+                for _ in range(count):
+                    self._text()
+            else:
+                self._skip(count * _VALUE_SIZES[item])
+        else:
+            self._skip(_VALUE_SIZES[kind])
+        return None
+
+    def _tensor_end(self) -> int:
+        """Where a tensor ends, counted from the first one's beginning."""
+        self._text()
+        (n_dimensions,) = self._unpack("<I")
+        shape = self._unpack(f"<{n_dimensions}Q")
+        kind, offset = self._unpack("<IQ")
+        per_block, block_bytes = _TENSOR_SIZES[kind]
+        return int(offset) + math.prod(shape) // per_block * block_bytes
+
+    def _text(self) -> bytes:
+        (length,) = self._unpack("<Q")
+        return self._read(length)
+
+    def _unpack(self, layout: str) -> tuple[int, ...]:
+        return struct.unpack(layout, self._read(struct.calcsize(layout)))
+
+    def _read(self, count: int) -> bytes:
+        if count > self._end - self._file.tell():
+            raise CutHeader
+        return self._file.read(count)
+
+    def _skip(self, count: int) -> None:
+        if count > self._end - self._file.tell():
+            raise CutHeader
+        self._file.seek(count, 1)
