@@ -208,14 +208,12 @@ def _locate_package(source: PackageFile) -> Path:
     path = Path(str(distribution.locate_file(source.file)))
     if os.path.isfile(path):
         return path
-    shipped = [entry.as_posix() for entry in distribution.files or ()]
-    if source.file in shipped:
-        install = install.replace("--no-deps", "--no-deps --force-reinstall")
-        raise ModelError(f"{path} has gone missing from {source.distribution}; {install}")
-    models = ", ".join(name for name in shipped if name.endswith(".gguf")) or "no .gguf file"
+    held = [entry.as_posix() for entry in distribution.files or ()]
+    models = ", ".join(name for name in held if name.endswith(".gguf")) or "no .gguf file"
+    reinstall = install.replace("--no-deps", "--no-deps --force-reinstall")
     raise ModelError(
-        f"{source.distribution} {distribution.version} does not ship {source.file} "
-        f"(it ships {models}); correct the file's name in the pair"
+        f"{source.distribution} {distribution.version} holds no {source.file} (it holds {models}); "
+        f"correct the file's name in the pair, or {reinstall}"
     )
 
 
