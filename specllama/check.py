@@ -11,6 +11,7 @@ from specllama import vocabulary
 from specllama.loading import (
     Files,
     Model,
+    check_sizes,
     context_size,
     open_context,
     open_model,
@@ -39,7 +40,11 @@ class Report:
 
 
 def examine(files: Files, ctx_size: int | None = None, batch_size: int = 512) -> Report:
-    """Load both models and hold every rule against them. Raises ModelError for a bad file."""
+    """Load both models and hold every rule against them.
+
+    Raises UsageError for a wrong size, ModelError for a bad file.
+    """
+    check_sizes(ctx_size, batch_size)
     with ExitStack() as stack:
         target = stack.enter_context(open_model(files.target))
         models = [("target", target)]

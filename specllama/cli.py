@@ -28,10 +28,15 @@ if TYPE_CHECKING:
     from specllama.generation import Chunk, Pair, Stats
 
 Command = Callable[..., None]
+# How click 8.2 and later end a group without a command, with its help as the message.
+_NO_COMMAND: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
 
 def main() -> NoReturn:
     """Run the command line and exit with its code; no traceback reaches the user without -v."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by the shell
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         # A console that cannot show a character must not end the run.
         with contextlib.suppress(AttributeError):
@@ -50,26 +55,43 @@ def _run(arguments: Sequence[str]) -> int:
     try:
         command.main(args=list(arguments), prog_name="specllama", standalone_mode=False)
         sys.stdout.flush()
-    except click.ClickException as error:
+    except _NO_COMMAND as error:
         error.show()
         return error.exit_code
+    except click.UsageError as error:
+        return _report(error, error.exit_code, _usage(error))
     except click.exceptions.Exit as done:
         return done.exit_code
     except (KeyboardInterrupt, click.Abort):
         click.echo("interrupted", err=True)
         return 130
     except BrokenPipeError:
-        # Nobody reads any more; what Python still wants to flush at exit goes nowhere.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_output()
         return 141
     except SpecllamaError as error:
         return _report(error, error.exit_code)
     except OSError as error:
+        _abandon_output()
         name = f"{error.filename}: " if error.filename else ""
         return _report(error, 1, f"{name}{error.strerror or error}; check the disk and the path")
     except MemoryError as error:
         return _report(error, 1, "there is not enough memory; try a smaller model or --ctx-size")
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+        return _report(error, 1, f"{problem}; run it again with -v, and report what it shows")
     return 0
+
+
+def _usage(error: click.UsageError) -> str:
+    """What is wrong with the command line, in one sentence."""
+    path = error.ctx.command_path if error.ctx else "specllama"
+    return f"{error.format_message().rstrip('.')}; see {path} --help"
+
+
+def _abandon_output() -> None:
+    """Standard output takes no more; what Python still wants to flush at exit goes nowhere."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _report(error: BaseException, code: int, message: str | None = None) -> int:
@@ -238,17 +260,20 @@ def generate(prompt: str | None, as_json: bool, stats: bool, **options: Any) -> 
 
 def _prompt(argument: str | None) -> str:
     if argument is not None and argument != "-":
-        return argument
+        return _utf8(os.fsencode(argument), "the prompt")
     if argument is None and sys.stdin.isatty():
         raise UsageError('there is no prompt; give one as an argument, or "-" to type it')
-    data = sys.stdin.buffer.read()
+    text = _utf8(sys.stdin.buffer.read(), "standard input")
+    return text.removeprefix("\ufeff").removesuffix("\n").removesuffix("\r")
+
+
+def _utf8(data: bytes, name: str) -> str:
     try:
-        text = data.decode("utf-8-sig")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UsageError(
-            f"standard input is not UTF-8 at byte {error.start}; convert it, with iconv for example"
+            f"{name} is not UTF-8 at byte {error.start}; convert it, with iconv for example"
         ) from None
-    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _sampling_params(options: dict[str, Any]) -> SamplingParams:

@@ -49,16 +49,17 @@ class _NativeLog:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.sizes: list[tuple[str, str, float]] = []
         self._level = logging.DEBUG
-        self._interrupted = False
+        self._raised: BaseException | None = None
         self._callback = lib.llama_log_callback(self._receive)
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
         try:
             self._note(level, text.decode("utf-8", "replace").rstrip())
-        except KeyboardInterrupt:
-            # It must not cross the C frames above; `calling` raises it again behind them.
-            self._interrupted = True
+        except BaseException as error:
+            # A signal's exception must not cross the C frames above, where ctypes would drop it;
+            # `calling` raises it again behind them.
+            self._raised = error
 
     def _note(self, level: int, line: str) -> None:
         if level != _CONTINUES:
@@ -76,10 +77,10 @@ class _NativeLog:
         """Around a native call: forget old errors, and raise an interrupt that came meanwhile."""
         self.errors.clear()
         self.sizes.clear()
+        self._raised = None
         yield
-        if self._interrupted:
-            self._interrupted = False
-            raise KeyboardInterrupt
+        if self._raised is not None:
+            raise self._raised
 
     def cause(self) -> str:
         """What llama.cpp said last, without its function names, or an empty string."""
@@ -104,6 +105,11 @@ def _native() -> _NativeLog:
     """Start the backend once, and take over its log."""
     with _backend_lock:
         return _start()
+
+
+def supports_gpu() -> bool:
+    """Whether this build of llama.cpp can use a GPU."""
+    return bool(lib.llama_supports_gpu_offload())
 
 
 def _amx_notice() -> str | None:

@@ -28,6 +28,7 @@ DEFAULT_PAIR = "smollm2"
 DEFAULT_CTX_SIZE = 4096
 DEFAULT_BATCH_SIZE = 512
 DEFAULT_DRAFT_TOKENS = 3
+MAX_THREADS = 512  # llama.cpp crashes far above its own limit instead of refusing
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,11 @@ def load(
     Raises UsageError for a wrong option, ModelError for files that cannot be used or do not fit
     together.
     """
-    _check_options(drafter, verifier, ctx_size, batch_size, draft_temperature)
+    _check_options(drafter, verifier, draft_temperature)
+    check_sizes(ctx_size, batch_size)
     for count, name in ((threads, "threads"), (threads_batch, "threads_batch")):
-        if count is not None and count < 1:
-            raise UsageError(f"{name} must be 1 or more, not {count}")
+        if count is not None and not 1 <= count <= MAX_THREADS:
+            raise UsageError(f"{name} must be between 1 and {MAX_THREADS}, not {count}")
     policy = FixedLength(DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
     if drafter == "model" and model is not None and draft is None:
         raise UsageError("the model drafter needs a draft model; name one with --model-draft")
@@ -112,7 +114,7 @@ def load(
         target = stack.enter_context(open_model(files.target, gpu_layers))
         n_ctx = context_size(ctx_size, target)
         rows = (batch_size, default_threads() if threads is None else threads, threads_batch)
-        notices = [target.notice] if target.notice else []
+        notices = _notices(target, n_ctx, max(gpu_layers, gpu_layers_draft))
         proposer: Drafter = NullDrafter()
         if files.draft is not None and drafter != "none" and policy.n_tokens > 0:
             small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
@@ -122,6 +124,11 @@ def load(
                 notices.append(f"{refusal}, so speculation is off and decoding is plain")
             else:
                 size = min(n_ctx, small.n_ctx_train)
+                if size < n_ctx:
+                    notices.append(
+                        f"the draft {small.name} was trained for {size} tokens, so decoding is "
+                        "plain beyond them"
+                    )
                 lm = CachedLM(stack.enter_context(open_context(small, size, *rows)))
                 proposer = ModelDrafter(lm, policy, shared, draft_temperature)
         lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *rows)))
@@ -135,6 +142,22 @@ def load(
             notices=notices,
             close=stack.pop_all().close,
         )
+
+
+def _notices(target: llama.Model, n_ctx: int, gpu_layers: int) -> list[str]:
+    """What the user should know of how the target runs."""
+    notices = [target.notice] if target.notice else []
+    if gpu_layers > 0 and not llama.supports_gpu():
+        notices.append(
+            "this llama-cpp-python was built without GPU support, so GPU layers are ignored and "
+            "everything runs on the CPU"
+        )
+    if n_ctx > target.n_ctx_train:
+        notices.append(
+            f"{target.name} was trained for {target.n_ctx_train} tokens, so what it says beyond "
+            f"them, in a context of {n_ctx}, may make little sense"
+        )
+    return notices
 
 
 def open_model(path: Path, gpu_layers: int = -1) -> llama.Model:
@@ -160,17 +183,17 @@ def open_context(
     )
 
 
-def _check_options(
-    drafter: str,
-    verifier: str,
-    ctx_size: int | None,
-    batch_size: int,
-    draft_temperature: float | None,
-) -> None:
+def _check_options(drafter: str, verifier: str, draft_temperature: float | None) -> None:
     if drafter not in ("auto", "model", "none"):
         raise UsageError(f'there is no drafter "{drafter}"; use auto, model or none')
     if verifier not in VERIFIERS:
         raise UsageError(f'there is no verifier "{verifier}"; use {" or ".join(VERIFIERS)}')
+    if draft_temperature is not None and not 0 <= draft_temperature < float("inf"):
+        raise UsageError(f"the draft temperature must be 0 or more, not {draft_temperature}")
+
+
+def check_sizes(ctx_size: int | None, batch_size: int) -> None:
+    """Raises UsageError for a context or a batch of a size that cannot be."""
     if ctx_size is not None and ctx_size < 0:
         raise UsageError(f"the context size must be 0 (the model's own) or more, not {ctx_size}")
     if batch_size <= MAX_DRAFT_TOKENS:
@@ -178,8 +201,6 @@ def _check_options(
             f"the batch size must be more than {MAX_DRAFT_TOKENS}, the most draft tokens of a "
             f"round, not {batch_size}"
         )
-    if draft_temperature is not None and not 0 <= draft_temperature < float("inf"):
-        raise UsageError(f"the draft temperature must be 0 or more, not {draft_temperature}")
 
 
 def context_size(asked: int | None, model: llama.Model) -> int:
