@@ -157,7 +157,8 @@ def _set_verbose(ctx: click.Context, _param: click.Parameter, value: bool) -> No
         logging.getLogger("specllama").setLevel(logging.DEBUG)
 
 
-_path = click.Path(path_type=Path)
+# Whether a file can be read is for those who read it to say, with the exit code of their own.
+_path = click.Path(path_type=Path, readable=False)
 _file_options = _options(
     click.option("--pair", metavar="NAME", help="A pair of models.toml.  [default: smollm2]"),
     click.option("-m", "--model", type=_path, help="The target, a GGUF file."),

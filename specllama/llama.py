@@ -39,6 +39,7 @@ _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERR
 _CONTINUES = 5
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
+_FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
 _BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 
 
@@ -84,10 +85,8 @@ class _NativeLog:
 
     def cause(self) -> str:
         """What llama.cpp said last, without its function names, or an empty string."""
-        lines = [line.split(": ", 1)[-1] for line in self.errors]
-        lines = [line.removeprefix("error loading model: ").strip() for line in lines]
-        vague = ("failed to load model", "llama_model_loader: failed to load model")
-        chosen = [line for line in lines if not line.startswith(vague)] or lines
+        lines = [_FUNCTION_NAMES.sub("", line) for line in self.errors]
+        chosen = [line for line in lines if not line.startswith("failed to load model")] or lines
         return chosen[0] if chosen else ""
 
 
