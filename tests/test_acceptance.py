@@ -33,6 +33,7 @@ from rounds import (
 from toys import Oracle, enumerate_runs
 
 from specllama.acceptance import (
+    VERIFIERS,
     Draft,
     Verifier,
     acceptance_probability,
@@ -160,7 +161,7 @@ THIRDS = always(law(1 / 3, 2 / 3)), always(law(2 / 3, 1 / 3))
 
 def test_accepted_tokens_of_the_example() -> None:
     p, q = map(always, PAIRS["the example"])
-    got = [accepted(v, p, sampled(q, n)) for n in (2, 3) for v in (verify_tokens, verify_block)]
+    got = [accepted(VERIFIERS[v], p, sampled(q, n)) for n in (2, 3) for v in ("token", "block")]
     assert got == pytest.approx([0.96, 1.04, 1.176, 1.38], rel=0, abs=EXACT)
 
 

@@ -57,9 +57,11 @@ def test_a_rejection_by_rounding_alone_is_corrected_from_the_target(verify: Veri
     assert excess(p, q).sum() == 0
     assert acceptance_probability(p, q, 1) < 1
     assert probs(residual(p, q)) == probs(p)
-    played = verify(Draft((1,), (q,)), at_each(p), at_uniform(JUST_BELOW_ONE))
-    assert played.provenance == ("corrected",)
-    assert played.tokens == (3,)  # the last of p; an argmax of zeros would be token 0
+    first = law(0.5, 0.5)
+    draft = Draft((0, 1), (first, q))
+    played = verify(draft, lambda i: [first, p][i], at_uniform(JUST_BELOW_ONE))
+    assert played.provenance == ("accepted", "corrected")
+    assert played.tokens == (0, 3)  # the last of p; an argmax of zeros would be token 0
 
 
 def test_impossible_tokens_stay_impossible_in_a_million_draws() -> None:
@@ -77,8 +79,8 @@ def steady(seed: int) -> Model:
 
 
 TARGET, DRAFT = steady(1), steady(2)
-# A law of three tokens that is off by 0.08 in total variation passes with a chance below 1e-3.
-N_SEQUENCES = 8_000
+# A law of three tokens that is off by 0.1 in total variation passes with a chance below 1e-4.
+N_SEQUENCES = 5_000
 
 
 def one_round(streams: Streams, verify: Verifier, history: tuple[int, ...], n_draft: int) -> Round:
