@@ -226,10 +226,10 @@ def _largest(row: Logits, k: int) -> Ids:
         maxima = grid.max(axis=0)
         bound = np.partition(maxima, n_columns - k)[n_columns - k]
         columns = np.flatnonzero(~(maxima < bound))
+        # Row by row, so candidates come in ascending order.
         found = (np.arange(_STRIDE)[:, None] * n_columns + columns).ravel()
         candidates = np.concatenate((found, np.arange(whole, row.size)))
         candidates = candidates[~(row[candidates] < bound)]
-        candidates.sort()
     values = row[candidates]
     # -NaN sorts last, so NaN is put first by hand: the caller must see it.
     order = np.argsort(-values, kind="stable")

@@ -168,6 +168,15 @@ def test_top_p_without_top_k_can_keep_all_but_a_few() -> None:
         assert_equal_laws(flat, replace(WHOLE, top_p=top_p))
 
 
+def test_top_p_a_rounding_error_below_one_keeps_everything() -> None:
+    almost = replace(WHOLE, top_p=float(np.nextafter(1, 0)))
+    for seed in range(20):
+        row = gaussian(seed, 3_000, scale=0.1)
+        assert next_law(row, almost).on(next_law(row, WHOLE)) == pytest.approx(
+            next_law(row, WHOLE).probs, abs=1e-9
+        )
+
+
 # Where the largest k hide
 
 
