@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
@@ -165,6 +165,7 @@ class Pair:
         """
         tokens = self._prompt_tokens(prompt)
         params = params or SamplingParams()
+        self._require_known(params.logit_bias, "the logit bias names")
         if ignore_eos:
             banned = dict.fromkeys(self.tokenizer.end_tokens, -math.inf)
             params = replace(params, logit_bias={**params.logit_bias, **banned})
@@ -192,18 +193,21 @@ class Pair:
                 f"the prompt is empty and {self.tokenizer.name} has no token to begin a text with; "
                 "give it some text"
             )
-        unknown = [t for t in tokens if not 0 <= t < self.tokenizer.n_vocab]
-        if unknown:
-            raise UsageError(
-                f"the prompt holds token id {unknown[0]}, but {self.tokenizer.name} has only ids "
-                f"0 to {self.tokenizer.n_vocab - 1}; use this model's own tokens"
-            )
+        self._require_known(tokens, "the prompt holds")
         if len(tokens) >= self.target.n_ctx:
             raise UsageError(
                 f"the prompt has {len(tokens)} tokens and the context holds {self.target.n_ctx}, "
                 "which leaves no room for an answer; shorten it or raise --ctx-size"
             )
         return tokens
+
+    def _require_known(self, tokens: Iterable[int], who: str) -> None:
+        for token in tokens:
+            if not 0 <= token < self.tokenizer.n_vocab:
+                raise UsageError(
+                    f"{who} token id {token}, but {self.tokenizer.name} has only ids "
+                    f"0 to {self.tokenizer.n_vocab - 1}; use this model's own tokens"
+                )
 
     def _run(self, state: SequenceState, stats: Stats, ending: _Ending) -> Iterator[Chunk]:
         clock = time.perf_counter
