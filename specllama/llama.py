@@ -21,12 +21,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import llama_cpp
 import numpy as np
 from numpy.typing import NDArray
 
 from specllama import header
 from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
+
+# The threads of a decode wait for each other hundreds of times. GNU OpenMP lets them spin for some
+# 15 ms before they yield, so beside other work each wait can cost a time slice, and a token a
+# second instead of 15 ms. 1,000 turns, some 50 microseconds, are as fast on an idle machine.
+# The library reads this once, when it is loaded.
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+import llama_cpp
 
 # The bindings are ctypes functions whose stubs do not type-check; nothing of them leaves this file.
 lib: Any = llama_cpp
@@ -40,6 +47,9 @@ _CONTINUES = 5
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
+_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SHARED_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r--s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
+_DONTNEED = 4  # MADV_DONTNEED of Linux
 _BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 
 
@@ -50,7 +60,7 @@ class _NativeLog:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.sizes: list[tuple[str, str, float]] = []
         self._level = logging.DEBUG
-        self._raised: BaseException | None = None
+        self.raised: BaseException | None = None
         self._callback = lib.llama_log_callback(self._receive)
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
 
@@ -60,7 +70,7 @@ class _NativeLog:
         except BaseException as error:
             # A signal's exception must not cross the C frames above, where ctypes would drop it;
             # `calling` raises it again behind them.
-            self._raised = error
+            self.raised = self.raised or error
 
     def _note(self, level: int, line: str) -> None:
         if level != _CONTINUES:
@@ -78,10 +88,10 @@ class _NativeLog:
         """Around a native call: forget old errors, and raise an interrupt that came meanwhile."""
         self.errors.clear()
         self.sizes.clear()
-        self._raised = None
+        self.raised = None
         yield
-        if self._raised is not None:
-            raise self._raised
+        if self.raised is not None:
+            raise self.raised
 
     def cause(self) -> str:
         """What llama.cpp said last, without its function names, or an empty string."""
@@ -178,6 +188,48 @@ def _load_failure(path: Path, cause: str) -> ModelError:
         f"llama.cpp cannot load {path}, {path.stat().st_size:,} bytes{detail}; "
         "check the file, or run again with -v for its whole log"
     )
+
+
+class _Loading:
+    """Listens to llama.cpp while it reads weights: lets Ctrl-C in, and gives copied pages back.
+
+    Weights that are repacked for this processor, or sent to a GPU, are copies. The pages of the
+    mapped file that they came from would stay in memory beside them, counted twice; they come back
+    from the file should anything need them again.
+    """
+
+    _STEP = 1 / 16  # of all weights
+
+    def __init__(self, native: _NativeLog, path: Path) -> None:
+        self._native = native
+        # A split model is mapped part by part.
+        self._prefix = _SPLIT.sub("", os.path.realpath(path))
+        self._next = 0.0
+        self.callback = lib.llama_progress_callback(self._progress)
+
+    def _progress(self, done: float, _user_data: Any) -> bool:
+        try:
+            if done >= self._next:
+                self._next = done + self._STEP
+                self.give_back()
+        except BaseException as error:
+            self._native.raised = error
+        return self._native.raised is None
+
+    def give_back(self) -> None:
+        """Let go of the mapped pages, if some weights were copied from them."""
+        devices = [device for device, kind, _ in self._native.sizes if kind == "model"]
+        if all(device.endswith("Mapped") for device in devices):
+            return
+        try:
+            maps = Path("/proc/self/maps").read_bytes()
+        except OSError:  # no Linux
+            return
+        advise = ctypes.CDLL(None).madvise
+        for begin, end, path in _SHARED_FILE.findall(maps):
+            if os.fsdecode(path).startswith(self._prefix):
+                first = int(begin, 16)
+                advise(ctypes.c_void_p(first), ctypes.c_size_t(int(end, 16) - first), _DONTNEED)
 
 
 class _Closing:
@@ -301,6 +353,8 @@ class Model(_Closing):
         params.vocab_only = vocab_only
         self.notice = _amx_notice()
         params.use_extra_bufts = self.notice is None
+        loading = _Loading(native, path)
+        params.progress_callback = loading.callback
         with native.calling():
             handle = lib.llama_model_load_from_file(os.fsencode(path), params)
         if not handle:
