@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import CHECKOUT, tiny, vocab_file
+from command import environment
+from tiny import tiny, vocab_file
 
 from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
 from specllama.llama import Context, Model, Tokenizer, requantise
@@ -249,6 +250,22 @@ def test_using_what_is_closed_is_an_error_and_closing_twice_is_none() -> None:
             wrong()
 
 
+def test_an_interrupt_while_weights_are_read_ends_the_loading(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    handler = _InterruptAt("model buffer size")  # logged just before the first weights are read
+    logger = logging.getLogger("specllama.llama")
+    logger.addHandler(handler)
+    try:
+        with caplog.at_level(logging.DEBUG, logger.name), pytest.raises(KeyboardInterrupt):
+            Model(tiny("attention"))
+    finally:
+        logger.removeHandler(handler)
+    assert handler.pressed == 1
+    with Model(tiny("attention")) as model:
+        assert model.tokenizer.n_vocab == 397
+
+
 def test_a_model_takes_its_contexts_with_it() -> None:
     model = Model(tiny("attention"))
     contexts = [Context(model, n_ctx=64, threads=1) for _ in range(2)]
@@ -298,13 +315,15 @@ except Exception as error:
 """
 
 
-def run_python(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_python(
+    code: str, *arguments: str, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
         text=True,
         timeout=60,
-        cwd=CHECKOUT,
+        env=environment(env),
     )
 
 
@@ -321,6 +340,21 @@ def test_the_log_of_llama_cpp_goes_to_logging() -> None:
     assert "WARNING:specllama.llama:" in result.stderr and "n_ctx_train" in result.stderr
     assert "ERROR:specllama.llama:" in result.stderr and "invalid token" in result.stderr
     assert "Exception ignored" not in result.stderr and "Traceback" not in result.stderr
+
+
+SPIN = "import os, specllama.llama; print(os.environ.get('GOMP_SPINCOUNT'))"
+
+
+@pytest.mark.parametrize(
+    ("env", "spin"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_yield_early_unless_the_user_says_otherwise(
+    env: dict[str, str], spin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert run_python(SPIN, env=env).stdout.strip() == spin
 
 
 # --- requantising -------------------------------------------------------------------------------

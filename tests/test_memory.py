@@ -1,0 +1,115 @@
+"""What a loaded pair takes: its files, its caches and little more, and no more with every call.
+
+Peaks are read in a process of their own, since a process never shrinks what it has needed.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from command import environment
+from tiny import tiny
+
+from specllama.errors import ModelError
+from specllama.loading import Files, find_files
+
+MB, MIB = 1_000_000, 1_048_576
+
+COMMON = """
+import json, resource, sys
+import specllama
+
+unit = 1 if sys.platform == "darwin" else 1024
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+def answer(pair, prompt, n, seed):
+    return list(pair.generate(prompt, max_tokens=n, seed=seed, ignore_eos=True))
+
+def caches(pair):
+    contexts = (pair.target._context, pair.drafter.lm._context)
+    return sum(mib for c in contexts for _, kind, mib in c.buffers if kind == "KV")
+
+target, draft, ctx_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
+
+def load():
+    return specllama.load(model=target, draft=draft, ctx_size=ctx_size, threads=2)
+"""
+
+
+def measure(code: str, files: Files, ctx_size: int) -> Any:
+    """What the child process prints as JSON, after the common lines and this code."""
+    done = subprocess.run(
+        [sys.executable, "-c", COMMON + code, *map(str, (files.target, files.draft, ctx_size))],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment(),
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def file_bytes(files: Files) -> int:
+    return sum(path.stat().st_size for path in (files.target, files.draft) if path)
+
+
+PEAK = """
+pair = load()
+last = answer(pair, "The sea is wide and the ships are small. " * repeats, 32, 1)[-1]
+print(json.dumps({"peak": peak(), "kv_mib": caches(pair), "prompt_n": last.stats.prompt_n,
+                  "draft_n": last.stats.draft_n}))
+"""
+
+
+def test_the_default_pair_needs_its_files_its_caches_and_150_megabytes() -> None:
+    try:
+        files = find_files()
+    except ModelError as error:
+        pytest.skip(str(error))
+    found = measure("repeats = 150" + PEAK, files, 8192)
+    assert found["kv_mib"] == pytest.approx(360, rel=0.01)  # 30 layers of 3 x 64, k and v, twice
+    # Prompts of more than one batch, since every page of the buffers counts once it is used.
+    assert found["prompt_n"] > 1400 and found["draft_n"] > 0
+    overhead = found["peak"] - file_bytes(files) - found["kv_mib"] * MIB
+    assert overhead < 150 * MB, f"{overhead / MB:.0f} MB"
+
+
+def test_a_large_vocabulary_and_a_long_context_cost_less_than_a_gigabyte() -> None:
+    options: dict[str, Any] = {"vocab": "bpe", "context": 32768}
+    options |= {"extra": 151_936 - 500, "extra_type": "normal"}  # as many tokens as Qwen 2 has
+    files = Files(tiny(**options), tiny(noise=0.05, **options))
+    found = measure("repeats = 20" + PEAK, files, 32768)
+    assert found["kv_mib"] == 32
+    overhead = found["peak"] - file_bytes(files) - found["kv_mib"] * MIB
+    assert overhead < 1000 * MB, f"{overhead / MB:.0f} MB"
+
+
+MANY_ANSWERS = """
+pair = load()
+peaks = []
+for seed in range(60):
+    answer(pair, f"hello the world {seed}" * (1 + seed % 5), 30, seed)
+    peaks.append(peak())
+print(json.dumps(peaks))
+"""
+MANY_LOADS = """
+peaks = []
+for seed in range(25):
+    with load() as pair:
+        answer(pair, "hello the world", 5, seed)
+    peaks.append(peak())
+print(json.dumps(peaks))
+"""
+
+
+@pytest.mark.parametrize(("code", "settled"), [(MANY_ANSWERS, 10), (MANY_LOADS, 5)])
+def test_memory_does_not_grow_with_use(code: str, settled: int) -> None:
+    peaks = measure(code, Files(tiny(), tiny(noise=0.05)), 512)
+    assert len(peaks) - settled in (20, 50)
+    assert peaks[-1] <= 1.05 * peaks[settled - 1]
