@@ -66,6 +66,7 @@ class Round:
 # The target's law at the i-th drafted position (i = number of drafts before it), asked for in order
 # and only as far as needed: rows behind a token that the target calls impossible are undefined.
 TargetLaws = Callable[[int], Law]
+# Verification of a draft, with streams that stand at its first token.
 Verifier = Callable[[Draft, TargetLaws, Streams], Round]
 
 
@@ -164,4 +165,29 @@ def _ratio(p: Law, q: Law, token: int) -> float:
     return p.prob(token) / drafted
 
 
-VERIFIERS: dict[str, Verifier] = {"block": verify_block, "token": verify_tokens}
+def verify_coupled(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
+    """Coupled verification: the target draws every token itself, and keeps a draft that equals it.
+
+    With streams whose noise is keyed by the position (coupling.py) draft and target make the same
+    draw from similar laws, so they often agree, and what is emitted depends on the noise and the
+    target alone: the same text for any drafter, any draft length, or none. Daliri et al.,
+    "Coupling without Communication and Drafter-Invariant Speculative Decoding" (arXiv 2408.07978).
+    With independent streams it is exact too, but keeps fewer tokens than token verification.
+    """
+    seen: list[Law] = []
+    for i, token in enumerate(draft.tokens):
+        p = target(i)
+        seen.append(p)
+        drawn = streams.at(i).correction.categorical(p)
+        if drawn != token:
+            return Round((*draft.tokens[:i], drawn), draft, tuple(seen))
+    n = len(draft.tokens)
+    bonus = streams.at(n).correction.categorical(target(n))
+    return Round((*draft.tokens, bonus), draft, tuple(seen))
+
+
+VERIFIERS: dict[str, Verifier] = {
+    "block": verify_block,
+    "token": verify_tokens,
+    "coupled": verify_coupled,
+}

@@ -160,6 +160,7 @@ class ModelDrafter:
                 continue
             if self.policy.submit(i, law):
                 w.laws.append(law)
-                w.tokens.append(w.state.streams.draft.categorical(law))
+                rng = w.state.streams.at(len(w.tokens)).draft
+                w.tokens.append(rng.categorical(law))
                 going.append(i)
         return going

@@ -334,6 +334,18 @@ class Streams:
     @classmethod
     def seeded(cls, seed: int, row: int | str = 0) -> Streams:
         """Streams that depend on the seed and the row's number or name, and on nothing else."""
-        digest = hashlib.blake2b(str(row).encode("utf-8", "surrogatepass"), digest_size=8).digest()
-        base = np.random.SeedSequence([abs(seed), int(seed < 0), int.from_bytes(digest, "little")])
+        base = np.random.SeedSequence([abs(seed), int(seed < 0), row_key(row)])
         return cls(*(NumpyRng(np.random.Generator(np.random.PCG64(s))) for s in base.spawn(3)))
+
+    def at(self, position: int) -> Streams:
+        """The streams for draws at a position of the sequence, counted from where these stand.
+
+        The same for every position, unless the randomness is keyed by it (see coupling.py).
+        """
+        return self
+
+
+def row_key(row: int | str) -> int:
+    """A number of 64 bits for a row's number or name."""
+    digest = hashlib.blake2b(str(row).encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")

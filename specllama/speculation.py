@@ -48,7 +48,7 @@ class Speculator:
             ]
         )
         rounds = [
-            self._verify(draft, self._laws(s, draft, logits), s.streams)
+            self._verify(draft, self._laws(s, draft, logits), s.streams.at(len(s.tokens)))
             for s, draft, logits in zip(sequences, drafts, rows, strict=True)
         ]
         for s, outcome in zip(sequences, rounds, strict=True):

@@ -19,6 +19,7 @@ ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "sampling": set(),
     "acceptance": {"sampling"},
+    "coupling": {"sampling"},
     "lookahead": {"acceptance", "sampling"},
     "lm": set(),
     "drafting": {"lookahead", "lm", "acceptance", "sampling"},
@@ -26,7 +27,7 @@ ARROWS: dict[str, set[str]] = {
     "text": {"lm"},
     "vocabulary": {"lm"},
     "generation": {
-        *("speculation", "drafting", "lookahead", "acceptance", "sampling"),
+        *("speculation", "drafting", "lookahead", "coupling", "acceptance", "sampling"),
         *("lm", "text", "vocabulary"),
     },
     "header": set(),
