@@ -53,7 +53,9 @@ def _terminated(_signal: int, _frame: Any) -> NoReturn:
 def _run(arguments: Sequence[str]) -> int:
     """The exit code of one command line."""
     try:
-        command.main(args=list(arguments), prog_name="specllama", standalone_mode=False)
+        # Not command.main, which has an exit code of its own for a reader that went away.
+        with command.make_context("specllama", list(arguments)) as context:
+            command.invoke(context)
         sys.stdout.flush()
     except _NO_COMMAND as error:
         error.show()

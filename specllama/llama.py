@@ -14,6 +14,7 @@ import functools
 import logging
 import os
 import re
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -60,17 +61,12 @@ class _NativeLog:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.sizes: list[tuple[str, str, float]] = []
         self._level = logging.DEBUG
-        self.raised: BaseException | None = None
+        self.raised: list[BaseException] = []
         self._callback = lib.llama_log_callback(self._receive)
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
-        try:
-            self._note(level, text.decode("utf-8", "replace").rstrip())
-        except BaseException as error:
-            # A signal's exception must not cross the C frames above, where ctypes would drop it;
-            # `calling` raises it again behind them.
-            self.raised = self.raised or error
+        self._note(level, text.decode("utf-8", "replace").rstrip())
 
     def _note(self, level: int, line: str) -> None:
         if level != _CONTINUES:
@@ -85,13 +81,41 @@ class _NativeLog:
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
-        """Around a native call: forget old errors, and raise an interrupt that came meanwhile."""
+        """Around native calls: forget old errors, and raise what a signal raised meanwhile.
+
+        A signal that comes during the call is noticed by the next callback into Python. Its
+        exception cannot cross the C frames, and goes to `sys.unraisablehook`.
+        """
         self.errors.clear()
         self.sizes.clear()
-        self.raised = None
-        yield
-        if self.raised is not None:
-            raise self.raised
+        self.raised.clear()
+        hook = sys.unraisablehook
+        sys.unraisablehook = functools.partial(self._catch, hook)
+        try:
+            yield
+        finally:
+            sys.unraisablehook = hook
+        if self.raised:
+            raise self.raised[0]
+
+    def _catch(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
+        error = unraisable.exc_value
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            self.raised.append(error)
+        else:
+            hook(unraisable)
+
+    def create(self, make: Callable[[], Any], free: Callable[[Any], None]) -> Any:
+        """The handle that a native call makes, or None; freed again if a signal came meanwhile."""
+        handle = None
+        try:
+            with self.calling():
+                handle = make()
+        except BaseException:
+            if handle:
+                free(handle)
+            raise
+        return handle
 
     def cause(self) -> str:
         """What llama.cpp said last, without its function names, or an empty string."""
@@ -106,7 +130,8 @@ _backend_lock = threading.Lock()
 @functools.cache
 def _start() -> _NativeLog:
     native = _NativeLog()
-    lib.llama_backend_init()
+    with native.calling():
+        lib.llama_backend_init()
     return native
 
 
@@ -208,13 +233,10 @@ class _Loading:
         self.callback = lib.llama_progress_callback(self._progress)
 
     def _progress(self, done: float, _user_data: Any) -> bool:
-        try:
-            if done >= self._next:
-                self._next = done + self._STEP
-                self.give_back()
-        except BaseException as error:
-            self._native.raised = error
-        return self._native.raised is None
+        if done >= self._next:
+            self._next = done + self._STEP
+            self.give_back()
+        return not self._native.raised
 
     def give_back(self) -> None:
         """Let go of the mapped pages, if some weights were copied from them."""
@@ -250,7 +272,8 @@ class _Closing:
         """Free it; more than once does nothing."""
         handle, self._open = self._open, None
         if handle is not None:
-            self._free(handle)
+            with _native().calling():
+                self._free(handle)
 
     def __enter__(self) -> Any:
         return self
@@ -355,8 +378,9 @@ class Model(_Closing):
         params.use_extra_bufts = self.notice is None
         loading = _Loading(native, path)
         params.progress_callback = loading.callback
-        with native.calling():
-            handle = lib.llama_model_load_from_file(os.fsencode(path), params)
+        handle = native.create(
+            lambda: lib.llama_model_load_from_file(os.fsencode(path), params), lib.llama_model_free
+        )
         if not handle:
             raise _load_failure(path, native.cause())
         super().__init__(handle, lib.llama_model_free, f"model {path.name}")
@@ -455,8 +479,9 @@ class Context(_Closing):
         if threads is not None:
             params.n_threads = threads
             params.n_threads_batch = threads_batch or threads
-        with native.calling():
-            handle = lib.llama_init_from_model(model._handle, params)
+        handle = native.create(
+            lambda: lib.llama_init_from_model(model._handle, params), lib.llama_free
+        )
         if not handle:
             detail = native.cause() or "no reason given"
             raise ModelError(
