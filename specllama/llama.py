@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specllama import header
+from specllama import header, memory
 from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
 
 # The threads of a decode wait for each other hundreds of times. GNU OpenMP lets them spin for some
@@ -139,6 +139,13 @@ def _native() -> _NativeLog:
     """Start the backend once, and take over its log."""
     with _backend_lock:
         return _start()
+
+
+def version() -> str:
+    """The version of llama-cpp-python, and what its build can do."""
+    _native()
+    features = lib.llama_print_system_info().decode("utf-8", "replace")
+    return f"{lib.__version__} {features}"
 
 
 def supports_gpu() -> bool:
@@ -391,6 +398,8 @@ class Model(_Closing):
         self.tokenizer = Tokenizer(path.name, lib.llama_model_get_vocab(handle))
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
         self.n_bytes: int = lib.llama_model_size(handle)
+        self.n_layer: int = lib.llama_model_n_layer(handle)
+        self.n_embd: int = lib.llama_model_n_embd(handle)
         self.n_params: int = lib.llama_model_n_params(handle)
         self.cache_kind = self._cache_kind()
         self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
@@ -450,44 +459,17 @@ class Context(_Closing):
         flash_attention: bool | None = None,
     ) -> None:
         native = _native()
-        ggml_type = getattr(lib, f"GGML_TYPE_{kv_type.upper()}", None)
-        if ggml_type is None:
-            raise UsageError(f"there is no KV cache type {kv_type}; use f16, q8_0, q4_0 or f32")
-        if not 0 < n_ctx * n_slots <= _MOST_CELLS:
-            raise UsageError(
-                f"a context of {n_ctx} tokens is out of range; choose 1 to {_MOST_CELLS // n_slots}"
-            )
-        if model.vocab_only:
-            raise SpecllamaError(f"{model.name} was opened for its vocabulary only; load it whole")
-        if model.has_encoder:
-            raise _no_generator(model)
+        _check_context(model, n_ctx, n_slots, kv_type)
         self.n_batch = min(n_batch, n_ctx * n_slots)
         self.n_outputs = min(n_outputs, self.n_batch)
-        params = lib.llama_context_default_params()
-        params.n_ctx = n_ctx * n_slots
-        params.n_batch = self.n_batch
-        params.n_ubatch = min(self.n_batch, params.n_ubatch)
-        params.n_outputs_max = self.n_outputs
-        params.n_seq_max = n_slots
-        # One shared buffer: a ragged batch then stays one evaluation.
-        params.kv_unified = n_slots > 1
-        # A window that is only as large as the model needs could not be rolled back.
-        params.swa_full = True
-        params.no_perf = True
-        params.type_k = params.type_v = ggml_type
+        params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
+        params.type_k = params.type_v = _cache_type(kv_type)
         params.flash_attn_type = -1 if flash_attention is None else int(flash_attention)
         if threads is not None:
             params.n_threads = threads
             params.n_threads_batch = threads_batch or threads
-        handle = native.create(
-            lambda: lib.llama_init_from_model(model._handle, params), lib.llama_free
-        )
-        if not handle:
-            detail = native.cause() or "no reason given"
-            raise ModelError(
-                f"{model.name}: no context of {n_ctx} tokens could be made ({detail}); "
-                "try a smaller --ctx-size"
-            )
+        _require_memory(model, params)
+        handle = _make_context(model, params)
         super().__init__(handle, lib.llama_free, f"the context of {model.name}")
         model.lend(self)
         self._memory = lib.llama_get_memory(handle)
@@ -584,6 +566,77 @@ class Context(_Closing):
         if not 0 <= slot < self.n_slots:  # llama.cpp would end the process
             raise SpecllamaError(f"{self.name}: there is no slot {slot} in {self.n_slots}")
         return self._memory
+
+
+def _check_context(model: Model, n_ctx: int, n_slots: int, kv_type: str) -> None:
+    """Refuse what llama.cpp would not refuse itself, or only with the end of the process."""
+    if _cache_type(kv_type) is None:
+        raise UsageError(f"there is no KV cache type {kv_type}; use f16, q8_0, q4_0 or f32")
+    if not 0 < n_ctx * n_slots <= _MOST_CELLS:
+        raise UsageError(
+            f"a context of {n_ctx} tokens is out of range; choose 1 to {_MOST_CELLS // n_slots}"
+        )
+    if model.vocab_only:
+        raise SpecllamaError(f"{model.name} was opened for its vocabulary only; load it whole")
+    if model.has_encoder:
+        raise _no_generator(model)
+
+
+def _cache_type(name: str) -> int | None:
+    return getattr(lib, f"GGML_TYPE_{name.upper()}", None)
+
+
+def _context_params(n_cells: int, n_batch: int, n_outputs: int, n_slots: int) -> Any:
+    params = lib.llama_context_default_params()
+    params.n_ctx = n_cells
+    params.n_batch = n_batch
+    params.n_ubatch = min(n_batch, params.n_ubatch)
+    params.n_outputs_max = n_outputs
+    params.n_seq_max = n_slots
+    # One shared buffer: a ragged batch then stays one evaluation.
+    params.kv_unified = n_slots > 1
+    # A window that is only as large as the model needs could not be rolled back.
+    params.swa_full = True
+    params.no_perf = True
+    return params
+
+
+def _make_context(model: Model, params: Any) -> Any:
+    """A native context. Raises ModelError with llama.cpp's reason."""
+    native = _native()
+    handle = native.create(
+        lambda: lib.llama_init_from_model(model._handle, params), lib.llama_free
+    )
+    if not handle:
+        raise ModelError(
+            f"{model.name}: no context of {params.n_ctx} tokens could be made "
+            f"({native.cause() or 'no reason given'}); try a smaller --ctx-size"
+        )
+    return handle
+
+
+def _require_memory(model: Model, params: Any) -> None:
+    """Refuse a KV cache that main memory cannot hold.
+
+    Linux hands out more than there is, and ends the process when it is used. Raises ModelError.
+    """
+    free = memory.available_bytes()
+    # Twice what the widest attention takes; small caches need no closer look.
+    rough = 16 * params.n_ctx * model.n_embd * model.n_layer
+    if free is None or rough < free or supports_gpu():
+        return
+    probe = type(params).from_buffer_copy(params)
+    probe.n_ctx = probe.n_batch = probe.n_ubatch = min(1024, params.n_ctx)
+    probe.n_outputs_max = 1
+    handle = _make_context(model, probe)
+    mib = sum(size for _, kind, size in _native().sizes if kind == "KV")
+    lib.llama_free(handle)
+    needed = mib * 2**20 * params.n_ctx / probe.n_ctx
+    if needed > free:
+        raise ModelError(
+            f"{model.name}: a context of {params.n_ctx} tokens needs {needed / 2**30:.1f} GiB for "
+            f"its KV cache, and {free / 2**30:.1f} GiB are free; choose a smaller --ctx-size"
+        )
 
 
 def _no_generator(model: Model) -> ModelError:

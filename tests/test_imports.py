@@ -31,7 +31,8 @@ ARROWS: dict[str, set[str]] = {
         *("lm", "text", "vocabulary"),
     },
     "header": set(),
-    "llama": {"header"},
+    "memory": set(),
+    "llama": {"header", "memory"},
     "registry": set(),
     "loading": {
         *("llama", "registry", "vocabulary", "lm"),

@@ -6,8 +6,10 @@ Peaks are read in a process of their own, since a process never shrinks what it 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +17,9 @@ from command import environment
 from tiny import tiny
 
 from specllama.errors import ModelError
+from specllama.llama import Context, Model, supports_gpu
 from specllama.loading import Files, find_files
+from specllama.memory import available_bytes
 
 MB, MIB = 1_000_000, 1_048_576
 
@@ -113,3 +117,40 @@ def test_memory_does_not_grow_with_use(code: str, settled: int) -> None:
     peaks = measure(code, Files(tiny(), tiny(noise=0.05)), 512)
     assert len(peaks) - settled in (20, 50)
     assert peaks[-1] <= 1.05 * peaks[settled - 1]
+
+
+# --- asking for more than there is --------------------------------------------------------------
+
+
+@pytest.mark.skipif(supports_gpu(), reason="the memory that counts is the GPU's")
+def test_a_context_that_memory_cannot_hold_is_refused_before_it_is_tried() -> None:
+    with Model(tiny()) as model:
+        with pytest.raises(ModelError, match=r"needs 953\.7 GiB for its KV cache, and .* are free"):
+            Context(model, n_ctx=2_000_000_000, threads=1)
+        with Context(model, n_ctx=512, threads=1) as context:
+            assert context.n_ctx == 512
+
+
+MEMINFO = "MemTotal: 9000 kB\nMemFree: 10 kB\nMemAvailable: 4000 kB\nSwapFree: 500 kB\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "available"), [(None, 4_608_000), ("max\n", 4_608_000), ("3000000\n", 3_000_000)]
+)
+def test_available_memory_knows_swap_and_limits(
+    limit: str | None, available: int, tmp_path: Path
+) -> None:
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text(MEMINFO)
+    if limit is not None:
+        (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+        (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
+    assert available_bytes(tmp_path) == available
+
+
+def test_available_memory_without_linux_is_what_the_machine_has(tmp_path: Path) -> None:
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert available_bytes(tmp_path) == total
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\n")
+    assert available_bytes(tmp_path) == total

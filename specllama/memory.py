@@ -1,0 +1,34 @@
+"""How much memory this machine has left."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that can still be had, swap included, or None where that cannot be told.
+
+    On Linux what the kernel calls available, and no more than the limit of the control group;
+    elsewhere all that the machine has. root: where /proc and /sys are.
+    """
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return _physical_bytes()
+    fields = (line.partition(":") for line in lines)
+    sizes = {name: 1024 * int(rest.split()[0]) for name, _, rest in fields}
+    if "MemAvailable" not in sizes:
+        return _physical_bytes()
+    available = sizes["MemAvailable"] + sizes.get("SwapFree", 0)
+    with contextlib.suppress(OSError, ValueError):  # no limit, or none that is a number
+        available = min(available, int((root / "sys/fs/cgroup/memory.max").read_text()))
+    return available
+
+
+def _physical_bytes() -> int | None:
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
