@@ -177,6 +177,7 @@ def test_an_unreadable_file_is_refused(role: str) -> None:
             path.chmod(mode)
         pair: list[str | Path] = ["-m", bad] if role == "target" else ["-m", good, "-md", bad]
         arguments: list[str | Path] = ["generate", *pair, "-t", "1", "-n", "2", "hello"]
+        arguments += ["--draft-tokens", "1"]
         result = specllama(*arguments, python=("-c", AS_NOBODY))
         expect_refusal(result, 3, str(bad), "Permission denied", "permissions")
         # The same person may use the same bytes under another mode.
@@ -246,7 +247,8 @@ WRONG_REQUESTS: dict[str, tuple[list[str], str]] = {
 def test_a_wrong_option_is_refused(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     options, words = WRONG_REQUESTS[name]
     models = ["-m", str(tiny("attention")), "-md", str(tiny("attention", noise=0.05))]
-    expect_usage_error(capsys, ["generate", *models, "hello", *options], words)
+    fixed = ["-t", "1", "--draft-tokens", "3"]
+    expect_usage_error(capsys, ["generate", *models, *fixed, "hello", *options], words)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,10 @@ from specllama import llama
 from specllama.cli import _run, command
 
 TARGET, DRAFT = str(tiny("attention")), str(tiny("attention", noise=0.05))
-PAIR = ["-m", TARGET, "-md", DRAFT, "-t", "1"]
+# A fixed length and rule, so that a seed fixes every count and not the text alone.
+FIXED = ["-t", "1", "--draft-tokens", "3", "--verifier", "block"]
+PAIR = ["-m", TARGET, "-md", DRAFT, *FIXED]
+PLAIN = ["-t", "1", "--drafter", "none", "--verifier", "block"]
 HELLO = ["generate", *PAIR, "-s", "1", "-n", "24", "hello"]
 LONG = ["generate", *PAIR, "-c", "20000", "--ignore-eos", "hello"]
 
@@ -96,7 +99,7 @@ def test_the_object_has_its_fields_and_its_counts_add_up(
     assert all(set(token) == {"id", "text", "provenance"} for token in said["tokens"])
     assert said["text"] == "".join(token["text"] for token in said["tokens"])
     stats = said["stats"]
-    assert set(stats) == STATS
+    assert set(stats) >= STATS
     assert (said["seed"], stats["seed"], stats["verifier"]) == (1, 1, verifier)
     assert stats["predicted_n"] == len(said["tokens"]) == int(n)
     assert int(n) == stats["draft_n_accepted"] + stats["rounds"] - stats["discarded"]
@@ -144,7 +147,8 @@ def test_the_statistics_go_to_standard_error(run: Runner) -> None:
     assert first.startswith("24 tokens in ") and first.endswith("; seed 1")
     assert "drafted tokens accepted" in second
     alone = run(*HELLO, "--stats", "--drafter", "none")
-    assert "nothing was drafted (24 rounds, drafter none)" in alone.err
+    for words in ("nothing was drafted", "24 rounds", "drafter none"):
+        assert words in alone.err
 
 
 # --- when an answer ends ------------------------------------------------------------------------
@@ -176,7 +180,7 @@ def test_an_end_token_ends_the_answer_unless_it_is_ignored(answer: Answer) -> No
     ids = [token["id"] for token in answer("-n", "40")["tokens"]]
     end = next(t for t in ids[10:] if t not in ids[:10])
     models = [str(tiny("attention", eos=end)), str(tiny("attention", noise=0.05, eos=end))]
-    pair = ["-m", models[0], "-md", models[1], "-t", "1"]
+    pair = ["-m", models[0], "-md", models[1], *FIXED]
     ended = answer("-n", "40", models=pair)
     assert (ended["finish_reason"], ended["finish_detail"]) == ("stop", "end token")
     assert [token["id"] for token in ended["tokens"]] == ids[: ids.index(end)]
@@ -229,12 +233,12 @@ def test_an_empty_prompt_begins_with_the_token_that_begins_texts(answer: Answer)
         said = answer("-n", "5", *options, prompt="")
         assert said["stats"]["prompt_n"] == 1 and len(said["tokens"]) == 5
     bare = str(tiny("attention", vocab="bpe", bos_token=False))
-    assert answer("-n", "5", prompt=" ", models=["-m", bare, "-t", "1"])["stats"]["prompt_n"] == 1
+    assert answer("-n", "5", prompt=" ", models=["-m", bare, *PLAIN])["stats"]["prompt_n"] == 1
 
 
 def test_an_empty_prompt_is_refused_by_a_model_that_cannot_begin_a_text(run: Runner) -> None:
     bare = str(tiny("attention", vocab="bpe", bos_token=False))
-    result = run("generate", "-m", bare, "-t", "1", "-n", "5", "")
+    result = run("generate", "-m", bare, *PLAIN, "-n", "5", "")
     assert (result.code, result.out) == (2, b"")
     assert "the prompt is empty" in one_line(result)
 
@@ -442,7 +446,7 @@ def test_padding_of_either_vocabulary_is_accepted(run: Runner, answer: Answer, p
     padded = str(tiny("attention", pad=pad, pad_bias=0.0))
     for target, draft in ((TARGET, padded), (padded, DRAFT)):
         assert run("check", target, draft).code == 0
-        models = ["-m", target, "-md", draft, "-t", "1"]
+        models = ["-m", target, "-md", draft, *FIXED]
         said = answer("-n", "200", "--temp", "2", "--top-k", "0", "--min-p", "0", models=models)
         ids = [token["id"] for token in said["tokens"]]
         assert len(ids) == 200 and max(ids) < 397
@@ -459,17 +463,18 @@ def test_a_state_that_cannot_roll_back_is_refused_by_check_and_decoded_plainly(
         assert checked.code == 3 and "draft cache" in refused and Path(state).name in refused
         assert "cannot take back rejected tokens" in one_line(checked)
         for target, draft, role in ((TARGET, state, "draft"), (state, DRAFT, "target")):
-            pair = ["-m", target, "-md", draft, "-t", "1"]
+            pair = ["-m", target, "-md", draft, *FIXED, "--drafter", "model"]
             result = run("generate", *pair, "-s", "1", "-n", "12", "hello")
             assert result.code == 0
-            assert one_line(result).startswith(f"Note: the {role} {Path(state).name} keeps a ")
-            assert one_line(result).endswith("speculation is off and decoding is plain")
-            alone = answer("-n", "12", models=["-m", target, "-t", "1"])
+            [note] = [line for line in result.err.splitlines() if line.startswith("Note: ")]
+            assert note.startswith(f"Note: the {role} {Path(state).name} keeps a ")
+            assert note.endswith("speculation is off and decoding is plain")
+            alone = answer("-n", "12", models=["-m", target, *PLAIN])
             assert result.text == alone["text"] + "\n"
 
 
 def test_a_broken_draft_costs_speed_and_nothing_else(answer: Answer) -> None:
-    broken = ["-m", TARGET, "-md", str(tiny("attention", nan=-1)), "-t", "1"]
+    broken = ["-m", TARGET, "-md", str(tiny("attention", nan=-1)), *FIXED]
     said = answer("-n", "12", "--temp", "0", models=broken)
     assert said["text"] == answer("-n", "12", "--temp", "0", "--drafter", "none")["text"]
     stats = said["stats"]
@@ -535,7 +540,7 @@ def test_the_version_is_printed(run: Runner) -> None:
 FAILURES: dict[str, tuple[int, list[str], str]] = {
     "logits that are no numbers": (
         1,
-        ["generate", "-m", str(tiny("attention", nan=-1)), "-t", "1", "hello"],
+        ["generate", "-m", str(tiny("attention", nan=-1)), *PLAIN, "hello"],
         "invalid logits at position",
     ),
     "an unknown command": (2, ["speculate"], "speculate"),
@@ -575,7 +580,7 @@ def test_each_kind_of_failure_has_its_exit_code(run: Runner, name: str) -> None:
 
 def test_ten_lines_of_python_generate() -> None:
     params = package.SamplingParams(temperature=0.5)
-    with package.load(model=TARGET, draft=DRAFT, threads=1) as pair:
+    with package.load(model=TARGET, draft=DRAFT, threads=1, draft_tokens=3) as pair:
         pieces = []
         for chunk in pair.generate("hello", params, max_tokens=20, seed=1):
             assert isinstance(chunk, package.Chunk)
@@ -592,7 +597,7 @@ def test_ten_lines_of_python_generate() -> None:
 
 
 def test_an_answer_under_way_ends_with_an_error_when_the_pair_is_closed() -> None:
-    pair = package.load(model=TARGET, draft=DRAFT, threads=1)
+    pair = package.load(model=TARGET, draft=DRAFT, threads=1, draft_tokens=3)
     chunks = pair.generate("hello", max_tokens=50, seed=1)
     next(chunks)
     pair.close()

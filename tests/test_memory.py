@@ -24,8 +24,9 @@ from specllama.memory import available_bytes
 MB, MIB = 1_000_000, 1_048_576
 
 COMMON = """
-import json, resource, sys
+import gc, json, resource, sys
 import specllama
+from specllama.llama import Context
 
 unit = 1 if sys.platform == "darwin" else 1024
 
@@ -35,14 +36,16 @@ def peak():
 def answer(pair, prompt, n, seed):
     return list(pair.generate(prompt, max_tokens=n, seed=seed, ignore_eos=True))
 
-def caches(pair):
-    contexts = (pair.target._context, pair.drafter.lm._context)
+def caches():
+    contexts = [c for c in gc.get_objects() if isinstance(c, Context)]
+    assert len(contexts) == 2
     return sum(mib for c in contexts for _, kind, mib in c.buffers if kind == "KV")
 
 target, draft, ctx_size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 def load():
-    return specllama.load(model=target, draft=draft, ctx_size=ctx_size, threads=2)
+    return specllama.load(model=target, draft=draft, ctx_size=ctx_size, threads=2,
+                          draft_tokens=3)
 """
 
 
@@ -66,7 +69,7 @@ def file_bytes(files: Files) -> int:
 PEAK = """
 pair = load()
 last = answer(pair, "The sea is wide and the ships are small. " * repeats, 32, 1)[-1]
-print(json.dumps({"peak": peak(), "kv_mib": caches(pair), "prompt_n": last.stats.prompt_n,
+print(json.dumps({"peak": peak(), "kv_mib": caches(), "prompt_n": last.stats.prompt_n,
                   "draft_n": last.stats.draft_n}))
 """
 
