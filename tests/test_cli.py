@@ -441,7 +441,7 @@ def test_swapped_tokens_are_refused_with_names_id_and_texts(run: Runner) -> None
     assert "NO   token texts" in run("check", TARGET, str(swapped)).text
 
 
-@pytest.mark.parametrize("pad", [64, 128])
+@pytest.mark.parametrize("pad", [64, 128, 1024])
 def test_padding_of_either_vocabulary_is_accepted(run: Runner, answer: Answer, pad: int) -> None:
     padded = str(tiny("attention", pad=pad, pad_bias=0.0))
     for target, draft in ((TARGET, padded), (padded, DRAFT)):
