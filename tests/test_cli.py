@@ -278,24 +278,27 @@ def test_a_prompt_longer_than_the_batch_is_answered(answer: Answer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("env", "printed"),
+    ("env", "letter", "printed"),
     [
         # Who asks for ASCII more likely has no locale than no fonts, so it is sent as it is.
-        ({"PYTHONIOENCODING": "ascii"}, "ééé\n".encode()),
-        ({"PYTHONIOENCODING": "cp1252"}, b"\xe9\xe9\xe9\n"),
-        ({"LC_ALL": "C", "LANG": "C"}, "ééé\n".encode()),
-        ({"PYTHONIOENCODING": "utf-8"}, "ééé\n".encode()),
+        ({"PYTHONIOENCODING": "ascii"}, "é", "ééé\n".encode()),
+        ({"PYTHONIOENCODING": "cp1252"}, "é", b"\xe9\xe9\xe9\n"),
+        ({"PYTHONIOENCODING": "cp1252"}, "中", b"???\n"),
+        ({"LC_ALL": "C", "LANG": "C"}, "中", "中中中\n".encode()),
+        ({"PYTHONIOENCODING": "utf-8"}, "中", "中中中\n".encode()),
     ],
 )
-def test_no_console_encoding_ends_the_run(env: dict[str, str], printed: bytes) -> None:
+def test_no_console_encoding_ends_the_run(
+    env: dict[str, str], letter: str, printed: bytes
+) -> None:
     with llama.Model(tiny("attention")) as model:
-        [letter] = [i for i, t in enumerate(model.tokenizer.token_texts()) if t == "é".encode()]
-    arguments = ["generate", *PAIR, "-n", "3", "--logit-bias", f"{letter}+100", "hello"]
+        token = model.tokenizer.token_texts().index(letter.encode())
+    arguments = ["generate", *PAIR, "-n", "3", "--logit-bias", f"{token}+100", "hello"]
     result = specllama(*arguments, env=env)
     assert (result.code, result.err, result.out) == (0, "", printed)
     described = specllama(*arguments, "--json", env=env)
     assert (described.code, described.err) == (0, "")
-    assert json.loads(described.out.decode("utf-8"))["text"] == "ééé"
+    assert json.loads(described.out.decode("utf-8"))["text"] == 3 * letter
 
 
 # --- streams and signals ------------------------------------------------------------------------

@@ -73,6 +73,10 @@ def test_only_the_last_rows_that_are_asked_for_come_back(opened: Opener) -> None
     np.testing.assert_allclose(last, whole[5:], atol=CLOSE)
     [none] = context.decode([Rows(0, 8, TEXT[8:10], 0)])
     assert none.shape == (0, context.n_vocab)
+    # What an earlier batch asked for is forgotten.
+    [one] = context.decode([Rows(0, 10, TEXT[10:18], 1)])
+    [longer] = opened().decode([Rows(0, 0, TEXT[:18], 1)])
+    np.testing.assert_allclose(one, longer, atol=CLOSE)
 
 
 def test_a_batch_over_several_slots_gives_each_sequence_its_own_rows(opened: Opener) -> None:
