@@ -48,7 +48,7 @@ _CONTINUES = 5
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
-_SPLIT = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _SHARED_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r--s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
 _DONTNEED = 4  # MADV_DONTNEED of Linux
 _BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
@@ -194,7 +194,22 @@ def _check_file(path: Path) -> None:
 
 
 def _damage(path: Path) -> ModelError | None:
-    """What is missing from a file that does not load, or None when it has its full size."""
+    """What is missing from a model that does not load, or None when it has its full size."""
+    return next((error for part in _parts(path) if (error := _cut(part)) is not None), None)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a split model, or the file alone."""
+    found = _SPLIT.search(path.name)
+    if found is None:
+        return [path]
+    stem, n_parts = path.name[: found.start()], int(found[1])
+    return [path.with_name(f"{stem}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+
+
+def _cut(path: Path) -> ModelError | None:
+    if not path.is_file():
+        return ModelError(f"the part {path} of the model is missing; download it beside the others")
     size = path.stat().st_size
     try:
         expected = header.expected_size(path)

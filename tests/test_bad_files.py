@@ -185,6 +185,39 @@ def test_an_unreadable_file_is_refused(role: str) -> None:
         assert specllama(*arguments, python=("-c", AS_NOBODY)).code == 0
 
 
+def write_split_model(folder: Path) -> list[Path]:
+    """The tiny model in three files."""
+    reader = GGUFReader(tiny("attention"))
+    writer = GGUFWriter(folder / "model.gguf", "llama", split_max_tensors=8)
+    for name, field in reader.fields.items():
+        if name != "general.architecture" and not name.startswith("GGUF."):
+            kind, *inner = field.types
+            writer.add_key_value(name, field.contents(), kind, inner[-1] if inner else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return sorted(folder.iterdir())
+
+
+def test_a_split_model_is_whole_or_names_the_part_that_is_not(tmp_path: Path) -> None:
+    first, second, third = write_split_model(tmp_path)
+    assert second.name == "model-00002-of-00003.gguf"
+    arguments = ["-t", "1", "-n", "2", "--drafter", "none", "hello"]
+    assert specllama("generate", "-m", first, *arguments).code == 0
+    expect_refusal(specllama("generate", "-m", second, *arguments), 3, "first split")
+    content = second.read_bytes()
+    second.write_bytes(content[:-1])
+    cut = specllama("generate", "-m", first, *arguments)
+    expect_refusal(cut, 3, second.name, f"{len(content) - 1:,} of {len(content):,} bytes")
+    second.unlink()
+    expect_refusal(specllama("generate", "-m", first, *arguments), 3, second.name, "is missing")
+    third.rename(first.with_name("renamed.gguf"))
+    expect_refusal(specllama("generate", "-m", third.parent / "renamed.gguf", *arguments), 3)
+
+
 @pytest.mark.parametrize("command", [["check"], ["generate", "-t", "1"]])
 def test_both_commands_refuse_a_bad_draft_alike(command: list[str], tmp_path: Path) -> None:
     bad = tmp_path / "draft.gguf"
