@@ -181,17 +181,17 @@ _run_options = _options(
     click.option("-ngl", "--gpu-layers", type=int, default=-1, help="Layers on the GPU; -1: all."),
     click.option("-ngld", "--gpu-layers-draft", type=int, default=-1, help="The draft's."),
     click.option(
-        "--drafter", type=click.Choice(["auto", "model", "none"]), default="auto",
-        show_default=True, help="Who proposes tokens; none: plain decoding.",
+        "--drafter", type=click.Choice(["auto", "model", "lookup", "none"]), default="auto",
+        show_default=True, help="Who proposes tokens; auto: model or lookup, whichever pays.",
     ),
     click.option(
         "--draft-tokens", default="auto", metavar="auto|N", callback=_draft_tokens,
-        help="Tokens drafted a round, 0 to 16.  [auto: 3]",
+        help="Tokens drafted a round, 0 to 16; auto: as many as pay.",
     ),
     click.option("--draft-temp", type=float, help="The draft's temperature.  [as --temp]"),
     click.option(
-        "--verifier", type=click.Choice(["block", "token"]), default="block", show_default=True,
-        help="The acceptance rule; both are exact.",
+        "--verifier", type=click.Choice(["auto", "block", "token", "coupled"]), default="auto",
+        show_default=True, help="The acceptance rule; auto: coupled with --seed, else block.",
     ),
 )
 _default = SamplingParams()
@@ -309,7 +309,7 @@ def _load(options: dict[str, Any]) -> Pair:
         drafter=options["drafter"],
         draft_tokens=options["draft_tokens"],
         draft_temperature=options["draft_temp"],
-        verifier=options["verifier"],
+        verifier=None if options["verifier"] == "auto" else options["verifier"],
         ctx_size=options["ctx_size"],
         batch_size=options["batch_size"],
         threads=options["threads"],
@@ -370,8 +370,10 @@ def _summary(stats: Stats) -> str:
         f"({stats.tokens_per_second:.1f} tokens/s) after a prompt of {stats.prompt_n} "
         f"in {stats.prompt_ms / 1000:.2f} s; seed {stats.seed}"
     )
+    if stats.verdict:
+        first = f"{first}\n{stats.verdict}"
     if not stats.draft_n:
-        return f"{first}\nnothing was drafted ({stats.rounds} rounds, drafter {stats.drafter})"
+        return f"{first}\nnothing was drafted in {stats.rounds} rounds, drafter {stats.drafter}"
     return (
         f"{first}\n{stats.rounds} rounds, {stats.tokens_per_round:.2f} tokens a round; "
         f"{stats.draft_n_accepted} of {stats.draft_n} drafted tokens accepted "

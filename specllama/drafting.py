@@ -14,7 +14,7 @@ from specllama.acceptance import Draft, Round
 from specllama.errors import InvalidLogits
 from specllama.lm import CachedLM, Request
 from specllama.lookahead import LengthPolicy
-from specllama.sampling import Law, SamplingParams, Streams, next_law
+from specllama.sampling import Law, Logits, SamplingParams, Streams, next_law
 
 
 @dataclass(slots=True)
@@ -88,6 +88,15 @@ class _Working:
         return Draft(tuple(drafted), tuple(self.laws), self.failed)
 
 
+# What a one-hot law is softened to: enough of the row to tell a sure token from a doubtful one.
+_SOFT = SamplingParams(temperature=1, top_k=16, top_p=1, min_p=0)
+
+
+def _shape(law: Law, logits: Logits, params: SamplingParams) -> Law:
+    """A law that shows how sure the draft is, which the one-hot law of temperature 0 does not."""
+    return law if params.temperature > 0 else next_law(logits, _SOFT)
+
+
 class ModelDrafter:
     """Samples the proposal from a smaller model, all sequences together, one decode per depth.
 
@@ -110,13 +119,13 @@ class ModelDrafter:
 
     def prepare(self, state: SequenceState) -> None:
         """Decode all of the prompt but its last token, if the policy would draft now."""
-        self.policy.start(1)
+        self.policy.start([self._behind(state)])
         if state.n_left > 1 and self._room(state) > 0 and self.policy.go(0):
             self.lm.prefill(state.slot, state.tokens[:-1])
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """Draft until the policy, the limit or the draft model's context says stop."""
-        self.policy.start(len(sequences))
+        self.policy.start([self._behind(s) for s in sequences])
         work = [self._begin(s, limit) for s, limit in zip(sequences, limits, strict=True)]
         active = list(range(len(work)))
         while True:
@@ -128,6 +137,10 @@ class ModelDrafter:
     def observe(self, rounds: Sequence[Round]) -> None:
         """Pass the outcome on to the length policy."""
         self.policy.observe(rounds)
+
+    def _behind(self, state: SequenceState) -> int:
+        """Tokens that the draft model has not read, at least the last one."""
+        return max(1, len(state.tokens) - self.lm.n_held(state.slot))
 
     def _begin(self, state: SequenceState, limit: int) -> _Working:
         limit = min(limit, self._room(state))
@@ -158,7 +171,7 @@ class ModelDrafter:
                 # The target goes on alone; it does not depend on the draft's health.
                 w.failed = True
                 continue
-            if self.policy.submit(i, law):
+            if self.policy.submit(i, lambda: _shape(law, shared, w.params)):  # noqa: B023
                 w.laws.append(law)
                 rng = w.state.streams.at(len(w.tokens)).draft
                 w.tokens.append(rng.categorical(law))

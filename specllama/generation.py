@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 
-from specllama.acceptance import Round, Verifier
-from specllama.drafting import Drafter, SequenceState
+from specllama.acceptance import VERIFIERS, Round
+from specllama.coupling import KeyedStreams
+from specllama.drafting import SequenceState
 from specllama.errors import UsageError
 from specllama.lm import CachedLM, Tokenizer
 from specllama.sampling import SamplingParams, Streams
 from specllama.speculation import Speculator
 from specllama.text import TextStream
+from specllama.tuning import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,8 @@ class Stats:
     one token more, and tokens behind the end of the answer are discarded. Times are milliseconds.
     prompt_cached_n: prompt tokens that were still in the cache. draft_failures: rounds in which the
     draft model gave no usable logits. by_position: per drafted position, how often it was reached
-    by a draft, and how often its token was kept.
+    by a draft, and how often its token was kept. lengths: how many rounds drafted so many tokens.
+    verdict: what the draft model is worth, where that is measured.
     """
 
     seed: int = 0
@@ -54,6 +57,8 @@ class Stats:
     discarded: int = 0
     draft_failures: int = 0
     by_position: list[tuple[int, int]] = field(default_factory=list)
+    lengths: dict[int, int] = field(default_factory=dict)
+    verdict: str | None = None
 
     def add(self, outcome: Round) -> None:
         """Count one round."""
@@ -61,6 +66,7 @@ class Stats:
         self.draft_n += outcome.proposed
         self.draft_n_accepted += outcome.accepted
         self.draft_failures += outcome.draft.failed
+        self.lengths[outcome.proposed] = self.lengths.get(outcome.proposed, 0) + 1
         if outcome.accepted == outcome.proposed:
             self.bonus_n += 1
         else:
@@ -106,28 +112,29 @@ class Chunk:
 class Pair:
     """A target with its drafter, ready to generate. Close it, or use it in a with statement.
 
-    n_tokens: ids from here on are padding and never emitted. names: of drafter and verifier, for
-    the statistics. notices: what the user should know of how this pair runs. close: frees it all.
+    verifier: "block", "token" or "coupled"; None is coupled where an answer's seed is named, so
+    that the text is a function of the seed, and block elsewhere. n_tokens: ids from here on are
+    padding and never emitted. notices: what the user should know of how this pair runs. close:
+    frees it all.
     """
 
     def __init__(
         self,
         target: CachedLM,
-        drafter: Drafter,
         tokenizer: Tokenizer,
-        verify: Verifier,
+        speculation: Speculation,
+        verifier: str | None = None,
         *,
         n_tokens: int,
-        names: tuple[str, str] = ("", ""),
-        close: Callable[[], None] = lambda: None,
         notices: Sequence[str] = (),
+        close: Callable[[], None] = lambda: None,
     ) -> None:
         self.target = target
-        self.drafter = drafter
         self.tokenizer = tokenizer
+        self.speculation = speculation
         self.notices = tuple(notices)
-        self._speculator = Speculator(target, drafter, verify, n_tokens)
-        self._drafter_name, self._verifier_name = names
+        self._verifier = verifier
+        self._n_tokens = n_tokens
         self._close = close
 
     def close(self) -> None:
@@ -159,7 +166,8 @@ class Pair:
 
         max_tokens: None or -1 go on until the model ends the answer or the context is full.
         stop: texts at which the answer ends; they and what follows are not delivered. seed: None
-        draws one, told in the statistics. ignore_eos: the model cannot end the answer.
+        draws one, told in the statistics; a named one gives its text again (see `verifier`).
+        ignore_eos: the model cannot end the answer.
         The iterator may be abandoned at any step. Raises UsageError at once for a prompt that is
         empty or leaves no room, and while iterating InvalidLogits, DecodeError, RollbackError.
         """
@@ -175,9 +183,11 @@ class Pair:
         limit, limit_detail = room, "context full"
         if max_tokens is not None and 0 <= max_tokens <= room:
             limit, limit_detail = max_tokens, "token limit"
+        verifier = self._verifier or ("block" if seed is None else "coupled")
         seed = secrets.randbits(32) if seed is None else seed
-        state = SequenceState(0, tokens, params, Streams.seeded(seed), limit)
-        stats = Stats(seed, self._verifier_name, self._drafter_name, prompt_n=len(tokens))
+        streams = KeyedStreams.keyed(seed) if verifier == "coupled" else Streams.seeded(seed)
+        state = SequenceState(0, tokens, params, streams, limit)
+        stats = Stats(seed, verifier, self.speculation.name, prompt_n=len(tokens))
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         return self._run(state, stats, _Ending(self.tokenizer, stops, limit_detail))
 
@@ -210,17 +220,24 @@ class Pair:
                 )
 
     def _run(self, state: SequenceState, stats: Stats, ending: _Ending) -> Iterator[Chunk]:
+        speculator = Speculator(
+            self.target,
+            self.speculation.drafter,
+            VERIFIERS[stats.verifier],
+            self._n_tokens,
+            self.speculation.budget,
+        )
         clock = time.perf_counter
         begun = clock()
         if state.n_left > 0:
-            decoded = self._speculator.prefill(state)
+            decoded = speculator.prefill(state)
             stats.prompt_cached_n = len(state.tokens) - 1 - decoded
         stats.prompt_ms = 1000 * (clock() - begun)
         chunk = Chunk("")
         while ending.reason is None:
             begun = clock()
             if state.n_left > 0:
-                [outcome] = self._speculator.round([state])
+                [outcome] = speculator.round([state])
                 stats.add(outcome)
                 chunk = ending.take(outcome)
             else:
@@ -231,6 +248,7 @@ class Pair:
             if ending.reason is None and (chunk.text or chunk.tokens):
                 yield chunk
         stats.discarded = stats.draft_n_accepted + stats.rounds - stats.predicted_n
+        stats.verdict = self.speculation.verdict()
         yield replace(chunk, finish_reason=ending.reason, finish_detail=ending.detail, stats=stats)
 
 

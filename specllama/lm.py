@@ -7,7 +7,8 @@ so a rejected draft, an abandoned answer or an interrupt needs no clean-up anywh
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -101,6 +102,8 @@ class CachedLM:
         self._context = context
         self._held: dict[int, list[int]] = {}
         self.rows_decoded = 0
+        # Told the rows of every decode, those of them that gave logits, and its milliseconds.
+        self.on_decode: Callable[[int, int, float], None] | None = None
 
     @property
     def name(self) -> str:
@@ -131,6 +134,10 @@ class CachedLM:
     def can_rollback(self) -> bool:
         """Whether rejected tokens can be taken back without decoding the sequence again."""
         return self._context.can_rollback
+
+    def n_held(self, slot: int) -> int:
+        """How many tokens the slot is believed to hold."""
+        return len(self._held.get(slot, ()))
 
     def held(self, slot: int) -> tuple[int, ...]:
         """What the slot is believed to hold, for tests of the cache."""
@@ -201,6 +208,7 @@ class CachedLM:
             pending[i] = rows
 
     def _decode(self, batch: list[Rows]) -> list[LogitRows]:
+        begun = time.perf_counter()
         try:
             logits = self._context.decode(batch)
         except DecodeError:
@@ -211,6 +219,10 @@ class CachedLM:
         for rows in batch:
             self._held[rows.slot].extend(rows.tokens)
             self.rows_decoded += len(rows.tokens)
+        if self.on_decode is not None:
+            n_rows = sum(len(rows.tokens) for rows in batch)
+            n_logits = sum(rows.n_logits for rows in batch)
+            self.on_decode(n_rows, n_logits, 1000 * (time.perf_counter() - begun))
         return logits
 
 

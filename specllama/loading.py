@@ -12,9 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from specllama import llama, registry, vocabulary
+from specllama import calibration, llama, registry, tuning, vocabulary
 from specllama.acceptance import VERIFIERS
-from specllama.drafting import Drafter, ModelDrafter, NullDrafter
 from specllama.errors import UsageError
 from specllama.generation import Pair
 from specllama.lm import CachedLM
@@ -27,7 +26,6 @@ Model = llama.Model  # for annotations of those who get one from here
 DEFAULT_PAIR = "smollm2"
 DEFAULT_CTX_SIZE = 4096
 DEFAULT_BATCH_SIZE = 512
-DEFAULT_DRAFT_TOKENS = 3
 MAX_THREADS = 512  # llama.cpp crashes far above its own limit instead of refusing
 
 
@@ -82,7 +80,7 @@ def load(
     drafter: str = "auto",
     draft_tokens: int | None = None,
     draft_temperature: float | None = None,
-    verifier: str = "block",
+    verifier: str | None = None,
     ctx_size: int | None = None,
     batch_size: int = DEFAULT_BATCH_SIZE,
     threads: int | None = None,
@@ -93,10 +91,12 @@ def load(
 ) -> Pair:
     """Load a pair of models: `load("smollm2")`, or `load(model="big.gguf", draft="small.gguf")`.
 
-    drafter: "model" or "none"; "auto" uses the draft model where there is one. draft_tokens: how
-    many tokens to draft a round, 0 to 16. draft_temperature: the draft's own sampling temperature,
-    the target's when None. verifier: "block" or "token". ctx_size: tokens that prompt and answer
-    may have together; 4096 or what the model was trained for when None, the latter when 0.
+    drafter: "model", "lookup" or "none"; "auto" uses what pays of the first two. draft_tokens: how
+    many tokens to draft a round, 0 to 16; None decides from measured times and acceptances. With a
+    number, "auto" is the draft model alone. draft_temperature: the draft's own sampling
+    temperature, the target's when None. verifier: "block", "token" or "coupled"; None is coupled
+    where an answer's seed is named and block elsewhere. ctx_size: tokens that prompt and answer may
+    have together; 4096 or what the model was trained for when None, the latter when 0.
 
     Raises UsageError for a wrong option, ModelError for files that cannot be used or do not fit
     together.
@@ -106,42 +106,97 @@ def load(
     for count, name in ((threads, "threads"), (threads_batch, "threads_batch")):
         if count is not None and not 1 <= count <= MAX_THREADS:
             raise UsageError(f"{name} must be between 1 and {MAX_THREADS}, not {count}")
-    policy = FixedLength(DEFAULT_DRAFT_TOKENS if draft_tokens is None else draft_tokens)
+    if draft_tokens is not None:
+        FixedLength(draft_tokens)  # refuses what is out of range before anything is loaded
     if drafter == "model" and model is not None and draft is None:
         raise UsageError("the model drafter needs a draft model; name one with --model-draft")
     files = find_files(pair, model=model, draft=draft, models=models, announce=announce)
+    if drafter in ("lookup", "none") or draft_tokens == 0:
+        files = Files(files.target, None)
+    rows = (batch_size, default_threads() if threads is None else threads, threads_batch)
     with ExitStack() as stack:
         target = stack.enter_context(open_model(files.target, gpu_layers))
         n_ctx = context_size(ctx_size, target)
-        rows = (batch_size, default_threads() if threads is None else threads, threads_batch)
         notices = _notices(target, n_ctx, max(gpu_layers, gpu_layers_draft))
-        proposer: Drafter = NullDrafter()
-        if files.draft is not None and drafter != "none" and policy.n_tokens > 0:
+        draft_lm, shared = None, 0
+        if files.draft is not None:
             small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
             shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
-            refusal = rollback_refusal(target, "target") or rollback_refusal(small, "draft")
-            if refusal:
-                notices.append(f"{refusal}, so speculation is off and decoding is plain")
-            else:
-                size = min(n_ctx, small.n_ctx_train)
-                if size < n_ctx:
-                    notices.append(
-                        f"the draft {small.name} was trained for {size} tokens, so decoding is "
-                        "plain beyond them"
-                    )
-                lm = CachedLM(stack.enter_context(open_context(small, size, *rows)))
-                proposer = ModelDrafter(lm, policy, shared, draft_temperature)
-        lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *rows)))
+            size, problems = _draft_size(target, small, n_ctx)
+            notices += problems
+            if size:
+                draft_lm = CachedLM(stack.enter_context(open_context(small, size, *rows)))
+        target_lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *rows)))
+        speculation = _speculation(
+            target_lm,
+            draft_lm,
+            shared,
+            memo_path(files, rows, (gpu_layers, gpu_layers_draft)),
+            drafter,
+            draft_tokens,
+            draft_temperature,
+        )
+        stack.callback(speculation.save)
         return Pair(
-            lm,
-            proposer,
+            target_lm,
             target.tokenizer,
-            VERIFIERS[verifier],
+            speculation,
+            verifier,
             n_tokens=vocabulary.real_tokens(target.tokenizer),
-            names=("none" if isinstance(proposer, NullDrafter) else "model", verifier),
             notices=notices,
             close=stack.pop_all().close,
         )
+
+
+def _draft_size(target: llama.Model, small: llama.Model, n_ctx: int) -> tuple[int, list[str]]:
+    """Tokens of the draft's context, 0 when it cannot be used, and what the user should know."""
+    refusal = rollback_refusal(target, "target") or rollback_refusal(small, "draft")
+    if refusal:
+        return 0, [f"{refusal}, so speculation is off and decoding is plain"]
+    if small.n_ctx_train >= n_ctx:
+        return n_ctx, []
+    return small.n_ctx_train, [
+        f"the draft {small.name} was trained for {small.n_ctx_train} tokens, so decoding is plain "
+        "beyond them"
+    ]
+
+
+def _speculation(
+    target: CachedLM,
+    draft: CachedLM | None,
+    n_shared: int,
+    memo: Path,
+    drafter: str,
+    draft_tokens: int | None,
+    draft_temperature: float | None,
+) -> tuning.Speculation:
+    """The way to speculate that the options ask for, as far as the models allow it."""
+    if drafter == "none" or draft_tokens == 0 or not target.can_rollback:
+        return tuning.plain()
+    if draft is not None and draft_tokens is not None:
+        return tuning.fixed(draft, n_shared, draft_tokens, draft_temperature)
+    return tuning.measured(
+        target,
+        draft,
+        n_shared,
+        memo,
+        lookup=drafter != "model",
+        limit=MAX_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
+        temperature=draft_temperature,
+    )
+
+
+def memo_path(
+    files: Files, rows: tuple[int, int, int | None], gpu_layers: tuple[int, int]
+) -> Path:
+    """Where the measured costs of a pair with these settings are kept."""
+    name = calibration.identity(
+        [path for path in (files.target, files.draft) if path is not None],
+        rows=rows,
+        gpu_layers=gpu_layers,
+        library=llama.version(),
+    )
+    return registry.cache_folder() / "costs" / f"{name}.json"
 
 
 def _notices(target: llama.Model, n_ctx: int, gpu_layers: int) -> list[str]:
@@ -183,10 +238,10 @@ def open_context(
     )
 
 
-def _check_options(drafter: str, verifier: str, draft_temperature: float | None) -> None:
-    if drafter not in ("auto", "model", "none"):
-        raise UsageError(f'there is no drafter "{drafter}"; use auto, model or none')
-    if verifier not in VERIFIERS:
+def _check_options(drafter: str, verifier: str | None, draft_temperature: float | None) -> None:
+    if drafter not in ("auto", "model", "lookup", "none"):
+        raise UsageError(f'there is no drafter "{drafter}"; use auto, model, lookup or none')
+    if verifier is not None and verifier not in VERIFIERS:
         raise UsageError(f'there is no verifier "{verifier}"; use {" or ".join(VERIFIERS)}')
     if draft_temperature is not None and not 0 <= draft_temperature < float("inf"):
         raise UsageError(f"the draft temperature must be 0 or more, not {draft_temperature}")

@@ -1,19 +1,30 @@
-"""How many tokens to draft.
+"""How many tokens to draft, from what drafting costs and earns here.
 
 A policy decides before each token is drawn. It may look at past rounds, the clock, tokens that were
 submitted earlier in this round, and the draft's law at the position; never at the token that its
 answer would drop, which biases the output (drop a drawn token when q(x) is small, and tokens that q
 likes are kept too often).
+
+`MeasuredLength` maximises tokens over time. At the optimal rate R*, a round is best stopped so as
+to maximise tokens - R* x time (renewal reward; Dinkelbach, "On Nonlinear Fractional Programming",
+1967), and R* is estimated by the rate of recent rounds. One more row of a decode may cost nothing
+and the next one half a decode, so costs are looked up in a table of measured times and several rows
+are considered at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
-from specllama.acceptance import Round
+import numpy as np
+
+from specllama.acceptance import Round, overlap
 from specllama.errors import UsageError
-from specllama.sampling import Law
+from specllama.sampling import Floats, Law
 
 MAX_DRAFT_TOKENS = 16
 
@@ -24,16 +35,19 @@ class LengthPolicy(Protocol):
     `i` numbers the sequences of the round, as in the last call of `start`.
     """
 
-    def start(self, n_sequences: int) -> None:
-        """A round begins."""
+    def start(self, behind: Sequence[int]) -> None:
+        """Drafting begins; per sequence, how many tokens the draft model has not read yet."""
         ...
 
     def go(self, i: int) -> bool:
         """Whether the draft model is run for the next token; its law is not known yet."""
         ...
 
-    def submit(self, i: int, law: Law) -> bool:
-        """Whether a token is drawn from this law; a token once drawn is always submitted."""
+    def submit(self, i: int, shape: Callable[[], Law]) -> bool:
+        """Whether a token is drawn; a token once drawn is always submitted.
+
+        shape: computes the draft's law at the position, at temperature 1 where it is one-hot.
+        """
         ...
 
     def observe(self, rounds: Sequence[Round]) -> None:
@@ -56,18 +70,319 @@ class FixedLength:
         self.n_tokens = n_tokens
         self._drafted: list[int] = []
 
-    def start(self, n_sequences: int) -> None:
-        """A round begins; nothing is drafted yet."""
-        self._drafted = [0] * n_sequences
+    def start(self, behind: Sequence[int]) -> None:
+        """Nothing is drafted yet."""
+        self._drafted = [0] * len(behind)
 
     def go(self, i: int) -> bool:
         """Until the fixed number is reached."""
         return self._drafted[i] < self.n_tokens
 
-    def submit(self, i: int, law: Law) -> bool:
+    def submit(self, i: int, shape: Callable[[], Law]) -> bool:
         """Always; the law does not matter to a fixed length."""
         self._drafted[i] += 1
         return True
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Nothing is learnt."""
+
+
+class CostTable:
+    """Milliseconds of one decode by its number of rows, for one model: a staircase, looked up.
+
+    A number of rows that was never measured costs what the next larger measured one does; beyond
+    the largest, time grows in proportion. More rows never cost less.
+    """
+
+    _KEPT = 15  # timings per number of rows; the median of these counts
+    _STALE = 8  # new timings after which the medians are taken again
+
+    def __init__(self, timings: Mapping[int, Sequence[float]] | None = None) -> None:
+        self._timings = {
+            rows: deque(values, self._KEPT) for rows, values in (timings or {}).items()
+        }
+        self._steps: list[tuple[int, float]] = []
+        self._new = self._STALE
+
+    def record(self, rows: int, ms: float) -> None:
+        """One more measured decode."""
+        known = rows in self._timings
+        self._timings.setdefault(rows, deque(maxlen=self._KEPT)).append(ms)
+        self._new += 1 if known else self._STALE
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a time for one row and for more."""
+        return 1 in self._timings and len(self._timings) > 1
+
+    def ms(self, rows: int) -> float:
+        """Milliseconds of a decode of so many rows; 0 for none."""
+        if rows <= 0:
+            return 0.0
+        if self._new >= self._STALE:
+            self._refresh()
+        for measured, ms in self._steps:
+            if rows <= measured:
+                return ms
+        largest, ms = self._steps[-1]
+        return ms * rows / largest
+
+    def _refresh(self) -> None:
+        steps, floor = [], 0.0
+        for rows in sorted(self._timings):
+            floor = max(floor, statistics.median(self._timings[rows]))
+            steps.append((rows, floor))
+        self._steps, self._new = steps, 0
+
+    def timings(self) -> dict[int, list[float]]:
+        """What is kept, for storing; the constructor takes it back."""
+        return {rows: list(values) for rows, values in sorted(self._timings.items())}
+
+
+class AcceptancePredictor:
+    """The acceptance of a token before it is drawn, from the draft's law at its position.
+
+    Logistic regression on the law's shape, trained online by a Newton step per label. The label is
+    sum min(p, q) at a verified position, which is known exactly and has no coin noise.
+    """
+
+    _FORGET = 0.997
+
+    def __init__(self, state: Mapping[str, Any] | None = None) -> None:
+        self._weights = np.array([1.0, 1.0, 0.0, 0.0, 0.0])
+        self._covariance = np.diag([1.0, 1.0, 0.5, 0.5, 0.1])
+        if state:
+            self._weights = np.array(state["weights"], dtype=np.float64)
+            self._covariance = np.array(state["covariance"], dtype=np.float64)
+
+    @staticmethod
+    def features(law: Law, depth: int) -> Floats:
+        """[5] float64: bias, log of the largest probability, entropy and its root, depth."""
+        probs = law.probs[law.probs > 0]
+        entropy = float(-(probs * np.log(probs)).sum())
+        return np.array(
+            [1.0, float(np.log(probs.max())), entropy, max(entropy, 0.0) ** 0.5, depth / 8]
+        )
+
+    def predict(self, features: Floats) -> float:
+        """The expected acceptance, within (0, 1)."""
+        return float(1 / (1 + np.exp(-np.clip(self._weights @ features, -30, 30))))
+
+    def learn(self, features: Floats, label: float) -> None:
+        """One verified position: its features and its sum min(p, q)."""
+        predicted = self.predict(features)
+        slope = predicted * (1 - predicted) + 1e-3
+        spread = self._covariance @ features
+        gain = spread / (1 / slope + features @ spread)
+        self._weights = self._weights + gain * ((label - predicted) / slope)
+        np.clip(self._weights, -20, 20, out=self._weights)
+        self._covariance = (self._covariance - np.outer(gain, spread)) / self._FORGET
+        # Forgetting must not let a direction that is never seen grow without bound.
+        excess = self._covariance.trace() / 20
+        if excess > 1:
+            self._covariance /= excess
+
+    def state(self) -> dict[str, Any]:
+        """For storing; the constructor takes it back."""
+        return {"weights": self._weights.tolist(), "covariance": self._covariance.tolist()}
+
+
+class Budget:
+    """What one more row of the target's decode costs in tokens, at the pace of recent rounds.
+
+    One for all drafters of a loop: a row is a row, whoever asks for it. clock: seconds.
+    """
+
+    _DECAY = 0.95
+
+    def __init__(self, costs: CostTable, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.costs = costs
+        self._clock = clock
+        self._tokens = self._ms = 0.0
+        self._begun = 0.0
+        self._n_sequences = 1
+        self.rows = 1
+        self.last_ms = 0.0
+
+    def start(self, n_sequences: int) -> None:
+        """A round begins: one row per sequence is decoded whatever is drafted."""
+        self._begun = self._clock()
+        self._n_sequences = self.rows = n_sequences
+
+    def take(self, n_rows: int) -> None:
+        """So many rows more will be decoded."""
+        self.rows += n_rows
+
+    def finish(self, n_tokens: int) -> None:
+        """The round is over and gave so many tokens."""
+        self.last_ms = 1000 * (self._clock() - self._begun)
+        self._tokens = self._DECAY * self._tokens + n_tokens
+        self._ms = self._DECAY * self._ms + self.last_ms
+
+    @property
+    def rate(self) -> float:
+        """Tokens per millisecond that a choice has to beat, at least those of plain decoding."""
+        plain = self._n_sequences / self.costs.ms(self._n_sequences)
+        return max(plain, self._tokens / self._ms) if self._ms > 0 else plain
+
+    def extra_ms(self, n_rows: int) -> float:
+        """Milliseconds that so many rows more add to the decode."""
+        return self.costs.ms(self.rows + n_rows) - self.costs.ms(self.rows)
+
+    def best(
+        self, chances: Sequence[float], drafting_ms: Callable[[int], float]
+    ) -> tuple[float, int]:
+        """How many draft tokens gain most: (tokens gained net of the time's worth, how many).
+
+        chances: that the first m of them survive, for m = 1, 2, ...; drafting_ms(m): time to draft
+        m. (0.0, 0) when none gains.
+        """
+        rate, worth = self.rate, 0.0
+        best, at = 0.0, 0
+        for m, chance in enumerate(chances, 1):
+            worth += chance
+            gain = worth - rate * (drafting_ms(m) + self.extra_ms(m))
+            if gain > best:
+                best, at = gain, m
+        return best, at
+
+
+class MeasuredLength:
+    """Drafts while the expected gain in tokens exceeds what its time is worth.
+
+    draft: times of the draft model's decode by rows. limit: most draft tokens of a round. While no
+    draft pays, a round with one draft token is tried now and then, so seldom that it takes
+    little more than a hundredth of the time; and not at all when even perfect drafts could not pay.
+    """
+
+    _PROBE_SHARE = 0.012
+    _AHEAD = 16  # tokens considered at once: two steps of the widest kernels
+    # A label's weight in the forecast: of the last fifty or so, and more while there are fewer.
+    _LEAST_WEIGHT = 0.02
+    _PRIOR_LABELS = 4
+    # Tokens that the draft missed are read once and then serve many rounds.
+    _AMORTISED = 32
+    _UNMEASURED = 3  # draft tokens until there are times to go by
+
+    def __init__(
+        self,
+        budget: Budget,
+        draft: CostTable,
+        predictor: AcceptancePredictor | None = None,
+        forecast: float = 0.7,
+        limit: int = MAX_DRAFT_TOKENS,
+    ) -> None:
+        self.budget, self.draft = budget, draft
+        self.predictor = predictor or AcceptancePredictor()
+        self.forecast = forecast  # acceptance of a token whose law is not known yet
+        self._n_labels = 0
+        self._limit = limit
+        self._since_probe_ms = 0.0
+        self._probing = False
+        self._behind: list[int] = []
+        self._survival: list[float] = []
+        self._features: list[list[Floats]] = []
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there are times to go by."""
+        return self.budget.costs.is_measured and self.draft.is_measured
+
+    def start(self, behind: Sequence[int]) -> None:
+        """Nothing is drafted yet."""
+        self._behind = list(behind)
+        self._survival = [1.0] * len(behind)
+        self._features = [[] for _ in behind]
+        self._probing = False
+
+    def expected(self, i: int) -> float:
+        """Tokens that drafting is expected to gain for a sequence, net of its time."""
+        gain, _ = self.budget.best(self._chances(i, None), lambda m: self._drafting_ms(i, m))
+        return gain
+
+    def go(self, i: int) -> bool:
+        """Whether some number of further draft tokens is expected to pay."""
+        depth = len(self._features[i])
+        if depth >= self._limit or self._probing:
+            return False
+        if not self.is_measured:
+            return depth < self._UNMEASURED
+        if self.expected(i) > 0:
+            return True
+        if depth == 0 and len(self._survival) == 1 and self._may_probe():
+            self._probing = True
+            return True
+        return False
+
+    def submit(self, i: int, shape: Callable[[], Law]) -> bool:
+        """Whether the token pays for its row, now that the law at its position is known."""
+        features = self.predictor.features(shape(), len(self._features[i]))
+        chance = self.predictor.predict(features)
+        if not self._probing and self.is_measured:
+            step = self.draft.ms(1)
+            gain, _ = self.budget.best(self._chances(i, chance), lambda m: (m - 1) * step)
+            if gain <= 0:
+                return False
+        self._features[i].append(features)
+        self._survival[i] *= chance
+        self.budget.take(1)
+        return True
+
+    def _chances(self, i: int, first: float | None) -> list[float]:
+        """That 1, 2, ... further tokens survive; the first with a chance that may be known."""
+        chances, survival = [], self._survival[i]
+        for m in range(min(self._AHEAD, self._limit - len(self._features[i]))):
+            survival *= self.forecast if first is None or m > 0 else first
+            chances.append(survival)
+        return chances
+
+    def _drafting_ms(self, i: int, m: int) -> float:
+        """Time to draft m further tokens, the first of which also reads what was missed."""
+        step = self.draft.ms(1)
+        if self._features[i]:
+            return m * step
+        missed = max(0.0, self.draft.ms(self._behind[i]) - step) / self._AMORTISED
+        return m * step + missed
+
+    def _may_probe(self) -> bool:
+        """Whether a perfect draft would pay, and a probe has been saved up for."""
+        perfect = [1.0] * min(self._AHEAD, self._limit)
+        step = self.draft.ms(1)
+        if self.budget.best(perfect, lambda m: m * step)[0] <= 0:
+            return False
+        cost = self.draft.ms(max(1, self._behind[0])) + self.budget.extra_ms(1)
+        return cost <= self._PROBE_SHARE * self._since_probe_ms
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        """Learn from the verified positions. Rounds are those of the last `start`, in its order."""
+        ms = self.budget.last_ms
+        self._since_probe_ms = 0.0 if self._probing else self._since_probe_ms + ms
+        for outcome, features in zip(rounds, self._features, strict=True):
+            for p, q, x in zip(outcome.target_laws, outcome.draft.laws, features, strict=False):
+                label = overlap(p, q)
+                self.predictor.learn(x, label)
+                self._n_labels += 1
+                weight = max(self._LEAST_WEIGHT, 1 / (self._n_labels + self._PRIOR_LABELS))
+                self.forecast += weight * (label - self.forecast)
+
+    def break_even(self) -> float:
+        """The acceptance from which on drafting pays, by the measured times; inf if none does."""
+        step, costs = self.draft.ms(1), self.budget.costs
+        plain = costs.ms(1)
+
+        def pays(acceptance: float) -> bool:
+            tokens, survival = 1.0, 1.0
+            for m in range(1, self._limit + 1):
+                survival *= acceptance
+                tokens += survival
+                if tokens * plain > m * step + costs.ms(1 + m):
+                    return True
+            return False
+
+        if not pays(1.0):
+            return float("inf")
+        low, high = 0.0, 1.0
+        for _ in range(30):
+            middle = (low + high) / 2
+            low, high = (low, middle) if pays(middle) else (middle, high)
+        return high

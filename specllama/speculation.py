@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from specllama.acceptance import Draft, Round, TargetLaws, Verifier
 from specllama.drafting import Drafter, SequenceState
 from specllama.lm import CachedLM, LogitRows, Request
+from specllama.lookahead import Budget
 from specllama.sampling import Law, next_law
 
 
@@ -19,15 +20,22 @@ class Speculator:
     """A target, a drafter and a verification rule.
 
     n_tokens: ids from here on are padding of the target's vocabulary and are never emitted.
+    budget: told when rounds begin and end, where draft lengths are measured.
     """
 
     def __init__(
-        self, target: CachedLM, drafter: Drafter, verify: Verifier, n_tokens: int
+        self,
+        target: CachedLM,
+        drafter: Drafter,
+        verify: Verifier,
+        n_tokens: int,
+        budget: Budget | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self._verify = verify
         self._n_tokens = n_tokens
+        self._budget = budget
 
     def prefill(self, state: SequenceState) -> int:
         """Read a new sequence's prompt, all but its last token; rows the target decoded for it."""
@@ -40,6 +48,8 @@ class Speculator:
 
         Raises InvalidLogits when the target produces none that are usable; nothing is added then.
         """
+        if self._budget is not None:
+            self._budget.start(len(sequences))
         drafts = self.drafter.propose(sequences, self._limits(sequences))
         rows = self.target.logits(
             [
@@ -53,6 +63,8 @@ class Speculator:
         ]
         for s, outcome in zip(sequences, rounds, strict=True):
             s.extend(outcome.tokens)
+        if self._budget is not None:
+            self._budget.finish(sum(len(outcome.tokens) for outcome in rounds))
         self.drafter.observe(rounds)
         return rounds
 

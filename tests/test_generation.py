@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from toys import Noisy, Table, ToyContext
 
-from specllama.acceptance import verify_block
+from specllama import tuning
 from specllama.drafting import Drafter, ModelDrafter, NullDrafter
 from specllama.errors import UsageError
 from specllama.generation import Chunk, Pair, Stats
 from specllama.lm import CachedLM, LogitRows, Rows
 from specllama.lookahead import FixedLength
 from specllama.sampling import SamplingParams
+from specllama.tuning import Speculation
 
 GREEDY = SamplingParams(temperature=0)
 # é in two tokens, an end token, and a control token that prints nothing.
@@ -71,7 +72,7 @@ def pair(
         small = ToyContext(draft or target, 8, n_ctx=n_ctx)  # type: ignore[arg-type]
         drafter = ModelDrafter(CachedLM(small), FixedLength(n_draft), 8)
     lm = CachedLM(context or ToyContext(target, 8, n_ctx=n_ctx))
-    return Pair(lm, drafter, Letters(bos), verify_block, n_tokens=8, names=("toy", "block"))
+    return Pair(lm, Letters(bos), Speculation(drafter, "toy"), "block", n_tokens=8)
 
 
 def read(chunks: Iterator[Chunk]) -> tuple[str, list[int], Chunk]:
@@ -324,7 +325,8 @@ def test_after_an_exception_at_any_step_the_next_answer_is_a_fresh_ones(
         big = Failing(target, error, when if side == "target" else 0)
         small = Failing(Noisy(target, 6), error, when if side == "draft" else 0)
         drafter = ModelDrafter(CachedLM(small), FixedLength(2), 8)
-        return Pair(CachedLM(big), drafter, Letters(), verify_block, n_tokens=8), big, small
+        speculation = Speculation(drafter, "toy")
+        return Pair(CachedLM(big), Letters(), speculation, "block", n_tokens=8), big, small
 
     def answer(ready: Pair, prompt: Sequence[int], seed: int) -> tuple[str, list[int]]:
         chunks = ready.generate(prompt, params, max_tokens=12, seed=seed, ignore_eos=True)
@@ -376,9 +378,7 @@ def test_two_answers_read_in_turns_do_not_disturb_each_other() -> None:
 def test_close_runs_once_even_in_a_with_block() -> None:
     closed = []
     lm = CachedLM(ToyContext(Script(), 8))
-    ready = Pair(
-        lm, NullDrafter(), Letters(), verify_block, n_tokens=8, close=lambda: closed.append(1)
-    )
+    ready = Pair(lm, Letters(), tuning.plain(), n_tokens=8, close=lambda: closed.append(1))
     with ready:
         pass
     assert closed == [1]

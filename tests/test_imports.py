@@ -24,10 +24,13 @@ ARROWS: dict[str, set[str]] = {
     "lm": set(),
     "drafting": {"lookahead", "lm", "acceptance", "sampling"},
     "speculation": {"drafting", "lookahead", "lm", "acceptance", "sampling"},
+    "lookup": {"drafting", "lookahead", "acceptance", "sampling"},
+    "calibration": {"lookahead", "lm"},
+    "tuning": {"calibration", "lookup", "drafting", "lookahead", "lm"},
     "text": {"lm"},
     "vocabulary": {"lm"},
     "generation": {
-        *("speculation", "drafting", "lookahead", "coupling", "acceptance", "sampling"),
+        *("tuning", "speculation", "drafting", "lookahead", "coupling", "acceptance", "sampling"),
         *("lm", "text", "vocabulary"),
     },
     "header": set(),
@@ -36,7 +39,7 @@ ARROWS: dict[str, set[str]] = {
     "registry": set(),
     "loading": {
         *("llama", "registry", "vocabulary", "lm"),
-        *("generation", "drafting", "lookahead", "acceptance", "sampling"),
+        *("calibration", "tuning", "generation", "lookahead", "acceptance", "sampling"),
     },
     "explain": {"acceptance", "sampling"},
     "check": {"loading", "vocabulary"},

@@ -7,6 +7,7 @@ would need millions of tokens to see, shows here at once; the mutations at the e
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,8 +38,10 @@ from specllama.acceptance import (
 )
 from specllama.drafting import Drafter, ModelDrafter, NullDrafter, SequenceState
 from specllama.lm import CachedLM, LogitRows, Rows
-from specllama.lookahead import FixedLength, LengthPolicy
+from specllama.lookahead import Budget, CostTable, FixedLength, LengthPolicy, MeasuredLength
+from specllama.lookup import BestDrafter, LookupDrafter
 from specllama.sampling import Law, SamplingParams, Streams
+from specllama.speculation import Speculator
 
 EXACT = 1e-12
 BOTH = pytest.mark.parametrize("verify", [verify_tokens, verify_block])
@@ -178,15 +181,15 @@ class Scripted:
         self._go, self._submit = go, submit
         self.depths: list[int] = []
 
-    def start(self, n_sequences: int) -> None:
-        self.depths = [0] * n_sequences
+    def start(self, behind: Sequence[int]) -> None:
+        self.depths = [0] * len(behind)
 
     def go(self, i: int) -> bool:
         return self._go(self.depths[i])
 
-    def submit(self, i: int, law: Law) -> bool:
+    def submit(self, i: int, shape: Callable[[], Law]) -> bool:
         self.depths[i] += 1
-        return self._submit(law)
+        return self._submit(shape())
 
     def observe(self, rounds: Sequence[Round]) -> None:
         pass
@@ -221,6 +224,68 @@ POLICIES: dict[str, Callable[[Oracle], LengthPolicy]] = {
 @pytest.mark.parametrize("name", POLICIES)
 def test_every_legal_length_policy(verify: Verifier, name: str) -> None:
     assert error(Loop(TARGET, model_drafter(DRAFT, POLICIES[name]), verify), 3) < EXACT
+
+
+def ticking() -> Callable[[], float]:
+    """A clock that passes 10, 20, 30, 10, 20, ... ms: rounds of different length."""
+    ticks = itertools.cycle((0.010, 0.020, 0.030))
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += next(ticks)
+        return now[0]
+
+    return clock
+
+
+def measured_drafter(kind: str, draft: Table | Noisy, chance: float) -> Callable[[Oracle], Drafter]:
+    """The drafters that choose by measured costs, over costs in which choices differ."""
+
+    def make(_: Oracle) -> Drafter:
+        budget = Budget(CostTable({1: [20], 2: [26], 3: [26], 5: [30]}), ticking())
+        policy = MeasuredLength(budget, CostTable({1: [1.5], 2: [2]}), forecast=chance, limit=3)
+        model = ModelDrafter(toy_lm(draft), policy, draft.n_vocab)
+        lookup = LookupDrafter(budget, limit=2)
+        lookup.shortest = 1  # histories are short here
+        made: dict[str, Drafter] = {
+            "model": model, "lookup": lookup, "both": BestDrafter(lookup, model, policy),
+        }  # fmt: skip
+        drafter = made[kind]
+        drafter.budget = budget  # type: ignore[attr-defined]
+        return drafter
+
+    return make
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["model", "lookup", "both"])
+@pytest.mark.parametrize("chance", [0.4, 0.8])
+def test_lengths_and_sources_by_measured_worth(verify: Verifier, kind: str, chance: float) -> None:
+    target = Table(2, seed=8)
+    drafter = measured_drafter(kind, Noisy(target, seed=9), chance)
+    loop = Loop(target, drafter, verify, prompt=(0, 1, 0))
+    assert error(loop, 5) < EXACT
+
+
+def test_the_measured_choices_of_this_file_differ_from_each_other() -> None:
+    """Otherwise the test above would test one length of one source only."""
+    target = Table(2, seed=8)
+    seen = set()
+
+    def run(oracle: Oracle, chance: float) -> int:
+        drafter = measured_drafter("both", Noisy(target, seed=9), chance)(oracle)
+        budget: Budget = drafter.budget  # type: ignore[attr-defined]
+        speculator = Speculator(toy_lm(target), drafter, verify_block, 2, budget)
+        state = SequenceState(0, [0, 1, 0], PLAIN, Streams(oracle, oracle, oracle), 5)
+        while state.n_left > 0:
+            [outcome] = speculator.round([state])
+            sources = {"lookup" if law.probs.size == 1 else "model" for law in outcome.draft.laws}
+            seen.add((outcome.proposed, *sources))
+        return 0
+
+    for chance in (0.4, 0.8):
+        enumerate_runs(lambda oracle: run(oracle, chance))  # noqa: B023
+    assert {(0,), (1, "lookup"), (2, "lookup"), (1, "model"), (2, "model")} <= seen
 
 
 @BOTH

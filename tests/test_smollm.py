@@ -32,7 +32,7 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
     try:
-        loaded = specllama.load("smollm2", ctx_size=1024)
+        loaded = specllama.load("smollm2", ctx_size=1024, draft_tokens=3)
     except SpecllamaError as error:
         pytest.fail(f"the default pair is needed here, and scripts/check installs it: {error}")
     with loaded:
@@ -40,8 +40,8 @@ def pair() -> Iterator[Pair]:
 
 
 def lms(pair: Pair) -> tuple[CachedLM, CachedLM]:
-    assert isinstance(pair.drafter, ModelDrafter)
-    return pair.target, pair.drafter.lm
+    assert isinstance(pair.speculation.drafter, ModelDrafter)
+    return pair.target, pair.speculation.drafter.lm
 
 
 def prompt_tokens(pair: Pair, prompt: str) -> list[int]:
@@ -95,7 +95,7 @@ def width_noise(lm: CachedLM, tokens: Sequence[int], width: int) -> float:
     return largest
 
 
-@pytest.mark.parametrize("verifier", sorted(VERIFIERS))
+@pytest.mark.parametrize("verifier", ["block", "token"])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_the_target_as_its_own_draft_at_temperature_zero(
     pair: Pair, verifier: str, prompt: str
@@ -156,7 +156,7 @@ class Memo(CachedLM):
         return [self._rows[key]]
 
 
-@pytest.mark.parametrize("verifier", sorted(VERIFIERS))
+@pytest.mark.parametrize("verifier", ["block", "token"])
 def test_the_first_two_tokens_follow_the_targets_law(pair: Pair, verifier: str) -> None:
     """Chi-square at temperature 1 after a fixed prompt; both sides use rows of one width.
 

@@ -207,7 +207,9 @@ class Loop:
     def emit(self, oracle: Oracle, n_tokens: int, n_sequences: int = 1) -> tuple[int, ...]:
         """Run rounds until every sequence has emitted n_tokens; all their tokens in a row."""
         lm = toy_lm(self.target)
-        speculator = Speculator(lm, self.make_drafter(oracle), self.verify, self.target.n_vocab)
+        drafter = self.make_drafter(oracle)
+        budget = getattr(drafter, "budget", None)  # of the drafters that measure
+        speculator = Speculator(lm, drafter, self.verify, self.target.n_vocab, budget)
         states = [
             SequenceState(slot, list(self.prompt), self.params, one_stream(oracle), n_tokens)
             for slot in range(n_sequences)

@@ -1,0 +1,117 @@
+"""What a decode costs on this machine: a short measurement the first time, kept for the next."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specllama.lm import CachedLM, Request
+from specllama.lookahead import AcceptancePredictor, CostTable
+
+_FORMAT = 1
+# Row counts in the order of their use: the first few already show where the steps of most kernels
+# lie, and a model that is too slow for the rest learns it while it runs.
+_ROWS = (1, 4, 2, 8, 3, 5, 16, 6, 12, 9, 17, 7, 10, 13, 64, 32)
+_BASE = 32  # tokens that stand before the measured rows
+_SECONDS = 2.5
+
+
+@dataclass
+class Knowledge:
+    """What is known of a pair on this machine.
+
+    target, draft: times of a decode by rows. predictor, forecast: what acceptance was like.
+    """
+
+    target: CostTable = field(default_factory=CostTable)
+    draft: CostTable = field(default_factory=CostTable)
+    predictor: AcceptancePredictor = field(default_factory=AcceptancePredictor)
+    forecast: float = 0.7
+
+
+def measure(
+    lm: CachedLM,
+    costs: CostTable,
+    max_rows: int,
+    *,
+    all_logits: bool,
+    seconds: float = _SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
+    """Time decodes of 1 to max_rows rows, twice each, for at most about so many seconds.
+
+    all_logits: whether every row gives logits, as in verification, or only the last.
+    """
+    begun = clock()
+    base = [_token(lm, i) for i in range(min(_BASE, lm.n_ctx - max_rows))]
+    if not base:
+        return
+    for n_rows in (n for n in _ROWS if n <= max_rows):
+        tokens = [*base, *(_token(lm, i) for i in range(len(base), len(base) + n_rows))]
+        # The first decode of a shape builds its graph; it is not what the next ones cost.
+        for turn in range(3):
+            lm.prefill(0, base)
+            before = clock()
+            lm.logits([Request(0, tokens, n_rows if all_logits else 1)])
+            if turn:
+                costs.record(n_rows, 1000 * (clock() - before))
+            if clock() - begun > seconds and costs.is_measured:
+                lm.forget(0)
+                return
+    lm.forget(0)
+
+
+def _token(lm: CachedLM, i: int) -> int:
+    return (1000 + 37 * i) % lm.n_vocab
+
+
+def identity(files: Sequence[Path], **settings: Any) -> str:
+    """A name for what the times depend on: the files as they are now, and the settings."""
+    parts = [repr(sorted(settings.items()))]
+    for path in files:
+        status = path.stat()
+        parts += [str(path.resolve()), str(status.st_size), str(status.st_mtime_ns)]
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def recall(path: Path) -> Knowledge | None:
+    """What was stored, or None when there is nothing that can be read."""
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+        if stored["format"] != _FORMAT:
+            return None
+        return Knowledge(
+            CostTable({int(rows): ms for rows, ms in stored["target"].items()}),
+            CostTable({int(rows): ms for rows, ms in stored["draft"].items()}),
+            AcceptancePredictor(stored["predictor"]),
+            float(stored["forecast"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        # It is a memo: what cannot be read is measured again.
+        return None
+
+
+def store(path: Path, known: Knowledge) -> None:
+    """Keep it for the next time; a full or read-only disk costs only the memo."""
+    content = {
+        "format": _FORMAT,
+        "target": known.target.timings(),
+        "draft": known.draft.timings(),
+        "predictor": known.predictor.state(),
+        "forecast": known.forecast,
+    }
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            temporary.write_text(json.dumps(content), encoding="utf-8")
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
