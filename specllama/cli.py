@@ -47,6 +47,10 @@ def main() -> NoReturn:
 
 
 def _terminated(_signal: int, _frame: Any) -> NoReturn:
+    if hasattr(signal, "setitimer"):
+        # The import of a library can swallow the exception; then it comes again.
+        signal.signal(signal.SIGALRM, _terminated)
+        signal.setitimer(signal.ITIMER_REAL, 1.0)
     raise SystemExit(143)
 
 
