@@ -136,6 +136,13 @@ def _biases(
     return biases
 
 
+def _stops(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> Any:
+    """Refuse an empty text before models are loaded."""
+    if "" in values:
+        raise click.BadParameter("a stop string is empty; leave it out, or give a text")
+    return values
+
+
 def _draft_tokens(_ctx: click.Context, _param: click.Parameter, value: str) -> int | None:
     """A fixed number of draft tokens a round; None is "auto"."""
     if value == "auto":
@@ -220,7 +227,7 @@ _sampling_options = _options(
     click.option("--logit-bias", multiple=True, metavar="ID(+/-)BIAS", callback=_biases,
                  help="Add to a token's logit: 15043+1, 15043-inf."),
     click.option("--ignore-eos", is_flag=True, help="Do not let the model end the answer."),
-    click.option("--stop", multiple=True, help="A text that ends the answer; may be repeated."),
+    click.option("--stop", multiple=True, callback=_stops, help="A text that ends the answer; may be repeated."),
     click.option("-n", "--predict", default="-1", show_default=True, metavar="N", callback=_count,
                  help="Most tokens to generate; -1 or none: until the model stops."),
 )
