@@ -227,7 +227,8 @@ _sampling_options = _options(
     click.option("--logit-bias", multiple=True, metavar="ID(+/-)BIAS", callback=_biases,
                  help="Add to a token's logit: 15043+1, 15043-inf."),
     click.option("--ignore-eos", is_flag=True, help="Do not let the model end the answer."),
-    click.option("--stop", multiple=True, callback=_stops, help="A text that ends the answer; may be repeated."),
+    click.option("--stop", multiple=True, callback=_stops,
+                 help="A text that ends the answer; may be repeated."),
     click.option("-n", "--predict", default="-1", show_default=True, metavar="N", callback=_count,
                  help="Most tokens to generate; -1 or none: until the model stops."),
 )

@@ -150,9 +150,10 @@ def load(
 
 def _draft_size(target: llama.Model, small: llama.Model, n_ctx: int) -> tuple[int, list[str]]:
     """Tokens of the draft's context, 0 when it cannot be used, and what the user should know."""
-    refusal = rollback_refusal(target, "target") or rollback_refusal(small, "draft")
-    if refusal:
+    if refusal := rollback_refusal(target, "target"):
         return 0, [f"{refusal}, so speculation is off and decoding is plain"]
+    if refusal := rollback_refusal(small, "draft"):
+        return 0, [f"{refusal}, so it proposes nothing"]
     if small.n_ctx_train >= n_ctx:
         return n_ctx, []
     return small.n_ctx_train, [
@@ -172,6 +173,8 @@ def _speculation(
 ) -> tuning.Speculation:
     """The way to speculate that the options ask for, as far as the models allow it."""
     if drafter == "none" or draft_tokens == 0 or not target.can_rollback:
+        return tuning.plain()
+    if drafter == "model" and draft is None:  # refused, which the notices say
         return tuning.plain()
     if draft is not None and draft_tokens is not None:
         return tuning.fixed(draft, n_shared, draft_tokens, draft_temperature)
