@@ -6,7 +6,12 @@ max(0, p - q), normalised. What comes out has law p, whatever q is:
 
     min(p, q)  +  (1 - sum min(p, q)) * max(0, p - q) / sum max(0, p - q)  =  p
 
-since both sums that appear are equal. Leviathan et al., "Fast Inference from Transformers via
+A token y comes out by being drafted and kept, with q(y) * min(1, p(y)/q(y)) = min(p(y), q(y)), or
+as a correction; and 1 - sum min(p, q) = sum (p - min(p, q)) = sum max(0, p - q), so the correction
+pays out exactly p - min(p, q). Two conditions: q is the law of x given everything that decided that
+a token is drawn here, and the coin of the test is independent of x. For several tokens the argument
+holds at each position given the tokens before it, up to the first that is not kept; behind that one
+the next round begins with a longer history. Leviathan et al., "Fast Inference from Transformers via
 Speculative Decoding" (arXiv 2211.17192), Algorithm 1 and appendix A.1.
 """
 
@@ -58,7 +63,10 @@ class Round:
 
     @property
     def provenance(self) -> tuple[str, ...]:
-        """Where each token comes from: "accepted", then "corrected" or, after them all, "bonus"."""
+        """Where each token comes from: "accepted", then "corrected" or, after them all, "bonus".
+
+        The tokens of plain decoding are bonus tokens: nothing was drafted, and all of it was kept.
+        """
         last = "bonus" if self.accepted == self.proposed else "corrected"
         return ("accepted",) * self.accepted + (last,)
 
@@ -127,9 +135,12 @@ def verify_tokens(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
 def verify_block(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
     """Block verification: the longest prefix that passes is kept, on average no less than above.
 
-    Sun et al., "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444). b is the
-    probability that the block so far survives; it is capped at 1 at every step, and the correction
-    comes from b * p - q, not from p - q.
+    Sun et al., "Block Verification Accelerates Speculative Decoding" (arXiv 2403.10444). Let b be
+    the survival of the block so far, capped at 1 at every step, m = sum max(0, b p - q) at the next
+    position, and h = m / (m + 1 - b) the chance that the block may end here. The next token stands
+    with b' = min(1, b p/q), so it is kept with q b' = min(q, b p), of total mass b - m. The block
+    ends here if nothing longer stands, of probability 1 - (b - m), and h says so: in all with
+    (1 - b + m) h = m, which the correction pays out as max(0, b p - q). Together that is b p.
     """
     survival, kept = 1.0, 0
     correction: Law | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -88,14 +89,23 @@ def recall(path: Path) -> Knowledge | None:
         if stored["format"] != _FORMAT:
             return None
         return Knowledge(
-            CostTable({int(rows): ms for rows, ms in stored["target"].items()}),
-            CostTable({int(rows): ms for rows, ms in stored["draft"].items()}),
+            CostTable(_timings(stored["target"])),
+            CostTable(_timings(stored["draft"])),
             AcceptancePredictor(stored["predictor"]),
-            float(stored["forecast"]),
+            min(1.0, max(0.0, float(stored["forecast"]))),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         # It is a memo: what cannot be read is measured again.
         return None
+
+
+def _timings(stored: dict[str, list[float]]) -> dict[int, list[float]]:
+    """Times by rows. Raises ValueError for what cannot be times."""
+    timings = {int(rows): [float(ms) for ms in times] for rows, times in stored.items()}
+    for rows, times in timings.items():
+        if rows < 1 or not times or not all(0 < ms < math.inf for ms in times):
+            raise ValueError(f"{times} for {rows} rows")
+    return timings
 
 
 def store(path: Path, known: Knowledge) -> None:

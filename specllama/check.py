@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from specllama import vocabulary
+from specllama import memory, vocabulary
 from specllama.loading import (
     Files,
     Model,
@@ -104,19 +103,12 @@ def _memory(
             f"buffers {buffers:.0f} MiB"
         )
         findings.append(Finding(f"{role} memory", True, detail))
-    present = _physical_mib()
+    present = memory.physical_bytes()
     detail = f"about {total:.0f} MiB"
     if present is not None:
-        detail += f" of this machine's {present:.0f} MiB"
-    enough = present is None or total <= present
+        detail += f" of this machine's {present / _MIB:.0f} MiB"
+    enough = present is None or total <= present / _MIB
     return [*findings, Finding("memory", enough, detail, required=False)]
-
-
-def _physical_mib() -> float | None:
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / _MIB
-    except (AttributeError, ValueError, OSError):
-        return None
 
 
 def table(report: Report) -> str:

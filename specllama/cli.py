@@ -380,8 +380,10 @@ def _summary(stats: Stats) -> str:
     first = (
         f"{stats.predicted_n} tokens in {stats.predicted_ms / 1000:.2f} s "
         f"({stats.tokens_per_second:.1f} tokens/s) after a prompt of {stats.prompt_n} "
-        f"in {stats.prompt_ms / 1000:.2f} s; seed {stats.seed}"
+        f"in {stats.prompt_ms / 1000:.2f} s"
     )
+    if stats.verifier == "coupled":  # elsewhere the seed alone does not give the text again
+        first += f"; seed {stats.seed}"
     if stats.verdict:
         first = f"{first}\n{stats.verdict}"
     if not stats.draft_n:

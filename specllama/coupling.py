@@ -3,7 +3,7 @@
 Every token gets a Gumbel variate; the token with the largest log p + noise is a draw from p (the
 Gumbel-max trick). Draft and target look the same noise up, so laws that are close draw the same
 token, and the text depends neither on who drafts nor on how many tokens at a time. In float64 the
-noise reaches 36.7; float32 uniforms would end at 16.6 and cut the tails of the law.
+noise reaches 36; float32 uniforms would end at 16.6 and cut the tails of the law.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ class KeyedRng:
     position: int
 
     def uniforms(self, ids: NDArray[np.int64]) -> Floats:
-        """A number of 53 bits for each token, strictly between 0 and 1: [len(ids)] float64."""
+        """A number of 52 bits for each token, strictly between 0 and 1: [len(ids)] float64."""
         base = np.array([(self.key + self.position * _STEP) % 2**64], dtype=np.uint64)
         words = _mix(_mix(base) + ids.astype(np.uint64) * _TOKEN_STEP)
-        words >>= np.uint64(11)
-        result: Floats = (words.astype(np.float64) + 0.5) * 2.0**-53
+        # With 53 bits the largest, plus a half, would round up to 1.
+        words >>= np.uint64(12)
+        result: Floats = (words.astype(np.float64) + 0.5) * 2.0**-52
         return result
 
     def categorical(self, law: Law) -> int:
@@ -55,7 +56,7 @@ class KeyedRng:
         with np.errstate(divide="ignore", over="ignore"):
             bounds = uniforms / law.probs
         first = int(bounds.argmin())
-        limit = -np.log1p(-uniforms[first]) / law.probs[first]
+        limit = max(bounds[first], -np.log1p(-uniforms[first]) / law.probs[first])
         near = np.flatnonzero(bounds <= limit)
         times = -np.log1p(-uniforms[near]) / law.probs[near]
         return int(ids[near[times.argmin()]])

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from specllama.acceptance import Draft, Round
-from specllama.errors import InvalidLogits
+from specllama.errors import DecodeError, InvalidLogits, UsageError
 from specllama.lm import CachedLM, Request
 from specllama.lookahead import LengthPolicy
 from specllama.sampling import Law, Logits, SamplingParams, Streams, next_law
@@ -23,6 +23,7 @@ class SequenceState:
 
     slot: its number in the contexts. tokens: prompt and answer so far, all of them committed and
     at least one. n_left: how many tokens may still be emitted, at least 1 when a round begins.
+    highest: the largest token id so far, which tells whether a draft with fewer tokens can read it.
     """
 
     slot: int
@@ -120,7 +121,7 @@ class ModelDrafter:
     def prepare(self, state: SequenceState) -> None:
         """Decode all of the prompt but its last token, if the policy would draft now."""
         self.policy.start([self._behind(state)])
-        if state.n_left > 1 and self._room(state) > 0 and self.policy.go(0):
+        if state.n_left > 1 and self.room(state) > 0 and self.policy.go(0):
             self.lm.prefill(state.slot, state.tokens[:-1])
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
@@ -143,10 +144,10 @@ class ModelDrafter:
         return max(1, len(state.tokens) - self.lm.n_held(state.slot))
 
     def _begin(self, state: SequenceState, limit: int) -> _Working:
-        limit = min(limit, self._room(state))
+        limit = min(limit, self.room(state))
         return _Working(state, self._params(state.params), limit, list(state.tokens), [])
 
-    def _room(self, state: SequenceState) -> int:
+    def room(self, state: SequenceState) -> int:
         """How many tokens the draft model can propose for a sequence; none that it cannot read."""
         if state.highest >= self._n_shared:
             return 0
@@ -160,15 +161,20 @@ class ModelDrafter:
 
     def _extend(self, work: Sequence[_Working], active: Sequence[int]) -> list[int]:
         """One more token for each active draft; those that go on."""
-        rows = self.lm.logits([Request(work[i].state.slot, work[i].tokens) for i in active])
+        try:
+            rows = self.lm.logits([Request(work[i].state.slot, work[i].tokens) for i in active])
+        except DecodeError:
+            for i in active:
+                work[i].failed = True
+            return []
         going = []
         for i, logits in zip(active, rows, strict=True):
             w = work[i]
             try:
                 shared = logits[0][: self._n_shared]
                 law = next_law(shared, w.params, w.tokens, len(w.tokens))
-            except InvalidLogits:
-                # The target goes on alone; it does not depend on the draft's health.
+            except (InvalidLogits, UsageError):
+                # NaN, or nothing left that is not banned: the target goes on alone.
                 w.failed = True
                 continue
             if self.policy.submit(i, lambda: _shape(law, shared, w.params)):  # noqa: B023

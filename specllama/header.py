@@ -1,14 +1,17 @@
-"""What a GGUF file says of itself in its header: how many bytes the whole file should have.
-
-Only needed to explain why a file does not load; llama.cpp's own messages give no sizes.
-"""
+"""Is this a GGUF file, and is all of it there? What llama.cpp's own messages leave open."""
 
 from __future__ import annotations
 
 import math
+import os
+import re
 import struct
 from pathlib import Path
 from typing import BinaryIO
+
+from specllama.errors import ModelError
+
+_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 
 # Bytes per value of metadata, by the type numbers of the GGUF specification.
 _STRING, _ARRAY = 8, 9
@@ -25,6 +28,64 @@ _TENSOR_SIZES = {
 }
 
 
+def check_file(path: Path) -> None:
+    """Refuse what is plainly no GGUF file, with the reason. Raises ModelError."""
+    try:
+        if path.is_dir():
+            raise ModelError(f"{path} is a directory; name a .gguf file inside it")
+        with path.open("rb") as file:
+            head = file.read(64)
+    except FileNotFoundError:
+        raise ModelError(f"there is no file {path}; check the path") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise ModelError(f"{path} cannot be read ({reason}); check its permissions") from None
+    if not head:
+        raise ModelError(f"{path} is empty; download it again")
+    if head.startswith(b"version https://git-lfs"):
+        raise ModelError(f"{path} is a Git LFS pointer, not the model; run `git lfs pull` there")
+    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
+        raise ModelError(f"{path} is a web page, not a model; download the file itself")
+    if not head.startswith(b"GGUF"):
+        raise ModelError(f"{path} is not a GGUF file; download the model in that format")
+
+
+def damage(path: Path) -> ModelError | None:
+    """What is missing from a model that does not load, or None when it has its full size."""
+    return next((error for part in _parts(path) if (error := _cut(part)) is not None), None)
+
+
+def _parts(path: Path) -> list[Path]:
+    """The files of a split model, or the file alone."""
+    found = _SPLIT.search(path.name)
+    if found is None:
+        return [path]
+    stem, n_parts = path.name[: found.start()], int(found[1])
+    return [path.with_name(f"{stem}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+
+
+def _cut(path: Path) -> ModelError | None:
+    if not path.is_file():
+        return ModelError(f"the part {path} of the model is missing; download it beside the others")
+    size = path.stat().st_size
+    try:
+        expected = expected_size(path)
+    except CutHeader:
+        return ModelError(
+            f"{path} is incomplete: at {size:,} bytes it ends within its header; download it again"
+        )
+    if expected is None or size >= expected:
+        return None
+    return ModelError(
+        f"{path} is incomplete: it has {size:,} of {expected:,} bytes; download it again"
+    )
+
+
+def stem(path: Path) -> str:
+    """What the names of all parts of a model begin with, links resolved."""
+    return _SPLIT.sub("", os.path.realpath(path))
+
+
 class CutHeader(Exception):
     """The file ends before its header does."""
 
@@ -38,7 +99,7 @@ def expected_size(path: Path) -> int | None:
     with path.open("rb") as file:
         try:
             return _Header(file).file_size()
-        except (KeyError, ValueError, OverflowError, MemoryError):
+        except (KeyError, ValueError, ArithmeticError, MemoryError):
             return None
 
 

@@ -16,7 +16,6 @@ import os
 import re
 import sys
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -48,62 +47,87 @@ _CONTINUES = 5
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
 _SHARED_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r--s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
 _DONTNEED = 4  # MADV_DONTNEED of Linux
 _BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
 
 
-class _NativeLog:
-    """llama.cpp's log, passed on to `logging`; the last errors are kept for messages."""
+class _Heard(threading.local):
+    """What one thread's calls into llama.cpp led to.
+
+    errors: the last lines of the log that are errors. sizes: (device, kind, MiB) of the buffers
+    made. raised: exceptions of signal handlers that ran in a callback.
+    """
 
     def __init__(self) -> None:
         self.errors: collections.deque[str] = collections.deque(maxlen=8)
         self.sizes: list[tuple[str, str, float]] = []
-        self._level = logging.DEBUG
         self.raised: list[BaseException] = []
+        self.is_calling = False
+        self.level = logging.DEBUG  # of a line that the next one may continue
+
+
+class _Native:
+    """llama.cpp's side of a conversation: its log, and signals that come while it works.
+
+    One for the process; calls from several threads do not disturb each other.
+    """
+
+    def __init__(self) -> None:
+        self._heard = _Heard()
+        # An exception in a callback cannot cross the C frames; ctypes hands it to this hook.
+        self._hook = sys.unraisablehook
+        sys.unraisablehook = self._catch
         self._callback = lib.llama_log_callback(self._receive)
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
 
-    def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
-        self._note(level, text.decode("utf-8", "replace").rstrip())
+    @property
+    def sizes(self) -> list[tuple[str, str, float]]:
+        """Buffers that the last call made: (device, kind, MiB)."""
+        return self._heard.sizes
 
-    def _note(self, level: int, line: str) -> None:
+    @property
+    def raised(self) -> list[BaseException]:
+        """What signals raised during the call that is under way."""
+        return self._heard.raised
+
+    def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
+        heard, line = self._heard, text.decode("utf-8", "replace").rstrip()
         if level != _CONTINUES:
-            self._level = _LEVELS.get(level, logging.DEBUG)
+            heard.level = _LEVELS.get(level, logging.DEBUG)
         if not line.strip("."):
             return
-        if self._level >= logging.ERROR:
-            self.errors.append(line)
+        if heard.level >= logging.ERROR:
+            heard.errors.append(line)
         if found := _BUFFER_SIZE.search(line):
-            self.sizes.append((found[1], found[2], float(found[3])))
-        log.log(self._level, "%s", line)
+            heard.sizes.append((found[1], found[2], float(found[3])))
+        log.log(heard.level, "%s", line)
 
     @contextlib.contextmanager
     def calling(self) -> Iterator[None]:
         """Around native calls: forget old errors, and raise what a signal raised meanwhile.
 
-        A signal that comes during the call is noticed by the next callback into Python. Its
-        exception cannot cross the C frames, and goes to `sys.unraisablehook`.
+        A signal that comes during the call is noticed by the next callback into Python.
         """
-        self.errors.clear()
-        self.sizes.clear()
-        self.raised.clear()
-        hook = sys.unraisablehook
-        sys.unraisablehook = functools.partial(self._catch, hook)
+        heard = self._heard
+        heard.errors.clear()
+        heard.sizes.clear()
+        heard.raised.clear()
+        heard.is_calling = True
         try:
             yield
         finally:
-            sys.unraisablehook = hook
-        if self.raised:
-            raise self.raised[0]
+            heard.is_calling = False
+        if heard.raised:
+            raise heard.raised[0]
 
-    def _catch(self, hook: Callable[[Any], Any], unraisable: Any) -> None:
+    def _catch(self, unraisable: Any) -> None:
         error = unraisable.exc_value
-        if isinstance(error, KeyboardInterrupt | SystemExit):
-            self.raised.append(error)
+        from_callback = "ctypes callback" in (unraisable.err_msg or "")
+        if self._heard.is_calling and from_callback and error is not None:
+            self._heard.raised.append(error)
         else:
-            hook(unraisable)
+            self._hook(unraisable)
 
     def create(self, make: Callable[[], Any], free: Callable[[Any], None]) -> Any:
         """The handle that a native call makes, or None; freed again if a signal came meanwhile."""
@@ -119,7 +143,7 @@ class _NativeLog:
 
     def cause(self) -> str:
         """What llama.cpp said last, without its function names, or an empty string."""
-        lines = [_FUNCTION_NAMES.sub("", line) for line in self.errors]
+        lines = [_FUNCTION_NAMES.sub("", line) for line in self._heard.errors]
         chosen = [line for line in lines if not line.startswith("failed to load model")] or lines
         return chosen[0] if chosen else ""
 
@@ -128,14 +152,14 @@ _backend_lock = threading.Lock()
 
 
 @functools.cache
-def _start() -> _NativeLog:
-    native = _NativeLog()
+def _start() -> _Native:
+    native = _Native()
     with native.calling():
         lib.llama_backend_init()
     return native
 
 
-def _native() -> _NativeLog:
+def _native() -> _Native:
     """Start the backend once, and take over its log."""
     with _backend_lock:
         return _start()
@@ -171,59 +195,6 @@ def _amx_notice() -> str | None:
     )
 
 
-def _check_file(path: Path) -> None:
-    """Refuse what is plainly no GGUF file, with the reason. Raises ModelError."""
-    try:
-        if path.is_dir():
-            raise ModelError(f"{path} is a directory; name a .gguf file inside it")
-        with path.open("rb") as file:
-            head = file.read(64)
-    except FileNotFoundError:
-        raise ModelError(f"there is no file {path}; check the path") from None
-    except OSError as error:
-        reason = error.strerror or error
-        raise ModelError(f"{path} cannot be read ({reason}); check its permissions") from None
-    if not head:
-        raise ModelError(f"{path} is empty; download it again")
-    if head.startswith(b"version https://git-lfs"):
-        raise ModelError(f"{path} is a Git LFS pointer, not the model; run `git lfs pull` there")
-    if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
-        raise ModelError(f"{path} is a web page, not a model; download the file itself")
-    if not head.startswith(b"GGUF"):
-        raise ModelError(f"{path} is not a GGUF file; download the model in that format")
-
-
-def _damage(path: Path) -> ModelError | None:
-    """What is missing from a model that does not load, or None when it has its full size."""
-    return next((error for part in _parts(path) if (error := _cut(part)) is not None), None)
-
-
-def _parts(path: Path) -> list[Path]:
-    """The files of a split model, or the file alone."""
-    found = _SPLIT.search(path.name)
-    if found is None:
-        return [path]
-    stem, n_parts = path.name[: found.start()], int(found[1])
-    return [path.with_name(f"{stem}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
-
-
-def _cut(path: Path) -> ModelError | None:
-    if not path.is_file():
-        return ModelError(f"the part {path} of the model is missing; download it beside the others")
-    size = path.stat().st_size
-    try:
-        expected = header.expected_size(path)
-    except header.CutHeader:
-        return ModelError(
-            f"{path} is incomplete: at {size:,} bytes it ends within its header; download it again"
-        )
-    if expected is None or size >= expected:
-        return None
-    return ModelError(
-        f"{path} is incomplete: it has {size:,} of {expected:,} bytes; download it again"
-    )
-
-
 def _load_failure(path: Path, cause: str) -> ModelError:
     if "unknown model architecture" in cause:
         return ModelError(
@@ -231,7 +202,7 @@ def _load_failure(path: Path, cause: str) -> ModelError:
             f"({lib.__version__}) does not know it: upgrade it or choose another model"
         )
     detail = f" ({cause})" if cause else ""
-    return _damage(path) or ModelError(
+    return header.damage(path) or ModelError(
         f"llama.cpp cannot load {path}, {path.stat().st_size:,} bytes{detail}; "
         "check the file, or run again with -v for its whole log"
     )
@@ -247,10 +218,10 @@ class _Loading:
 
     _STEP = 1 / 16  # of all weights
 
-    def __init__(self, native: _NativeLog, path: Path) -> None:
+    def __init__(self, native: _Native, path: Path) -> None:
         self._native = native
         # A split model is mapped part by part.
-        self._prefix = _SPLIT.sub("", os.path.realpath(path))
+        self._prefix = header.stem(path)
         self._next = 0.0
         self.callback = lib.llama_progress_callback(self._progress)
 
@@ -391,7 +362,7 @@ class Model(_Closing):
     """
 
     def __init__(self, path: Path, *, gpu_layers: int = -1, vocab_only: bool = False) -> None:
-        _check_file(path)
+        header.check_file(path)
         native = _native()
         params = lib.llama_model_default_params()
         params.n_gpu_layers = gpu_layers
@@ -406,18 +377,28 @@ class Model(_Closing):
         if not handle:
             raise _load_failure(path, native.cause())
         super().__init__(handle, lib.llama_model_free, f"model {path.name}")
+        self._contexts: set[Context] = set()
         self.path = path
         self.vocab_only = vocab_only
         self.name = path.name
         self.buffers = tuple(native.sizes)
-        self.tokenizer = Tokenizer(path.name, lib.llama_model_get_vocab(handle))
+        try:
+            self._read()
+        except BaseException:  # an interrupt, while the tokens are counted
+            super().close()
+            raise
+
+    def _read(self) -> None:
+        """What the file says of itself."""
+        handle = self._handle
+        self.tokenizer = Tokenizer(self.name, lib.llama_model_get_vocab(handle))
         self.n_ctx_train: int = lib.llama_model_n_ctx_train(handle)
         self.n_bytes: int = lib.llama_model_size(handle)
         self.n_layer: int = lib.llama_model_n_layer(handle)
         self.n_embd: int = lib.llama_model_n_embd(handle)
-        self.n_params: int = lib.llama_model_n_params(handle)
         self.cache_kind = self._cache_kind()
-        self._contexts: weakref.WeakSet[Context] = weakref.WeakSet()
+        # Only a cache of keys and values by position can drop its newest positions.
+        self.can_rollback = self.cache_kind in ("attention", "sliding window")
 
     def close(self) -> None:
         """Free the weights, after the contexts that still use them; more than once does nothing."""
@@ -455,9 +436,10 @@ class Context(_Closing):
     """A KV cache over a model, holding `n_slots` independent sequences of `n_ctx` tokens each.
 
     n_batch: rows of one decode. n_outputs: how many of them can give logits; the buffers for logits
-    are sized by it, so it is small. threads: for few rows, threads_batch: for many; None leaves
-    llama.cpp's choice. kv_type: of the cache, "f16", "q8_0", "q4_0" or "f32". flash_attention: None
-    lets llama.cpp choose. Raises ModelError when the memory cannot be had.
+    are sized by it, so it is small. threads: for few rows, None leaves llama.cpp's choice;
+    threads_batch: for many rows, None takes `threads`. kv_type: of the cache, "f16", "q8_0", "q4_0"
+    or "f32". flash_attention: None lets llama.cpp choose. Raises ModelError when the memory cannot
+    be had.
     """
 
     def __init__(
@@ -481,8 +463,9 @@ class Context(_Closing):
         params.type_k = params.type_v = _cache_type(kv_type)
         params.flash_attn_type = -1 if flash_attention is None else int(flash_attention)
         if threads is not None:
-            params.n_threads = threads
-            params.n_threads_batch = threads_batch or threads
+            params.n_threads = params.n_threads_batch = threads
+        if threads_batch is not None:
+            params.n_threads_batch = threads_batch
         _require_memory(model, params)
         handle = _make_context(model, params)
         super().__init__(handle, lib.llama_free, f"the context of {model.name}")
@@ -495,7 +478,7 @@ class Context(_Closing):
         self.n_ctx = n_ctx
         self.n_slots = n_slots
         self.n_vocab = model.tokenizer.n_vocab
-        self.can_rollback = model.cache_kind in ("attention", "sliding window")
+        self.can_rollback = model.can_rollback
         self.buffers = tuple(native.sizes)
         self._batch = _Batch(self.n_batch)
         self._native = native
@@ -644,8 +627,10 @@ def _require_memory(model: Model, params: Any) -> None:
     probe.n_ctx = probe.n_batch = probe.n_ubatch = min(1024, params.n_ctx)
     probe.n_outputs_max = 1
     handle = _make_context(model, probe)
-    mib = sum(size for _, kind, size in _native().sizes if kind == "KV")
-    lib.llama_free(handle)
+    try:
+        mib = sum(size for _, kind, size in _native().sizes if kind == "KV")
+    finally:
+        lib.llama_free(handle)
     needed = mib * 2**20 * params.n_ctx / probe.n_ctx
     if needed > free:
         raise ModelError(
@@ -705,7 +690,7 @@ def requantise(source: Path, destination: Path, kind: str) -> None:
     ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}", None)
     if ftype is None:
         raise ModelError(f"llama.cpp knows no quantisation {kind}; use one such as Q2_K or Q4_0")
-    _check_file(source)
+    header.check_file(source)
     native = _native()
     params = lib.llama_model_quantize_default_params()
     params.ftype = ftype
@@ -719,7 +704,7 @@ def requantise(source: Path, destination: Path, kind: str) -> None:
             )
         if code != 0:
             cause = native.cause() or f"code {code}"
-            raise _damage(source) or ModelError(
+            raise header.damage(source) or ModelError(
                 f"{source.name} could not be requantised to {kind} ({cause}); "
                 "check the free disk space"
             )

@@ -87,7 +87,7 @@ class Request:
     """Logits wanted after each of the last `n_last` prefixes of `tokens`."""
 
     slot: int
-    tokens: Sequence[int]
+    tokens: list[int]
     n_last: int = 1
 
 
@@ -143,7 +143,7 @@ class CachedLM:
         """What the slot is believed to hold, for tests of the cache."""
         return tuple(self._held.get(slot, ()))
 
-    def prefill(self, slot: int, tokens: Sequence[int]) -> int:
+    def prefill(self, slot: int, tokens: list[int]) -> int:
         """Make the slot hold these tokens; the number of rows that had to be decoded for it."""
         rows = self._sync(Request(slot, tokens, 0))
         n_batch = self._context.n_batch
@@ -214,7 +214,9 @@ class CachedLM:
         except DecodeError:
             # What a failed decode left behind is unknown.
             for rows in batch:
-                self.forget(rows.slot)
+                self._held.pop(rows.slot, None)
+            for rows in batch:
+                self._context.clear(rows.slot)
             raise
         for rows in batch:
             self._held[rows.slot].extend(rows.tokens)
@@ -226,7 +228,7 @@ class CachedLM:
         return logits
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix."""
     low, high = 0, min(len(a), len(b))
     # In a round nearly all of it agrees, so whole slices are compared (in C) before bisecting.
@@ -238,4 +240,4 @@ def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
             low = middle
         else:
             high = middle
-    return low if low == high or a[low] != b[low] else low + 1
+    return low

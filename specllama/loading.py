@@ -43,20 +43,26 @@ def find_files(
     model: str | os.PathLike[str] | None = None,
     draft: str | os.PathLike[str] | None = None,
     models: str | os.PathLike[str] | None = None,
+    need_draft: bool = True,
     announce: Callable[[str], None] = log.info,
 ) -> Files:
     """The files of a named pair, or those given by path; the default pair when neither is named.
 
-    models: another registry file. announce: told what takes a while, such as requantising.
+    models: another registry file. need_draft: whether the draft is looked for at all. announce:
+    told what takes a while, such as requantising.
     Raises UsageError for a contradiction, ModelError for a file that is not there.
     """
     if model is not None:
         if pair is not None:
             raise UsageError("name either a pair or a model file, not both")
-        return Files(Path(model), None if draft is None else Path(draft))
+        return Files(Path(model), Path(draft) if draft is not None and need_draft else None)
+    if draft is not None and pair is None:
+        raise UsageError("a draft model needs a target; name it with --model, or name a --pair")
     found = registry.load_registry(None if models is None else Path(models))
     spec = found.pair(pair or DEFAULT_PAIR)
     target = _prepare(spec.target, announce)
+    if not need_draft:
+        return Files(target, None)
     return Files(target, _prepare(spec.draft, announce) if draft is None else Path(draft))
 
 
@@ -110,28 +116,36 @@ def load(
         FixedLength(draft_tokens)  # refuses what is out of range before anything is loaded
     if drafter == "model" and model is not None and draft is None:
         raise UsageError("the model drafter needs a draft model; name one with --model-draft")
-    files = find_files(pair, model=model, draft=draft, models=models, announce=announce)
-    if drafter in ("lookup", "none") or draft_tokens == 0:
-        files = Files(files.target, None)
-    rows = (batch_size, default_threads() if threads is None else threads, threads_batch)
+    files = find_files(
+        pair,
+        model=model,
+        draft=draft,
+        models=models,
+        need_draft=drafter in ("auto", "model") and draft_tokens != 0,
+        announce=announce,
+    )
+    decoding = (batch_size, default_threads() if threads is None else threads, threads_batch)
     with ExitStack() as stack:
         target = stack.enter_context(open_model(files.target, gpu_layers))
         n_ctx = context_size(ctx_size, target)
         notices = _notices(target, n_ctx, max(gpu_layers, gpu_layers_draft))
+        refusal = rollback_refusal(target, "target")
+        if refusal and drafter != "none" and draft_tokens != 0:
+            notices.append(f"{refusal}, so speculation is off and decoding is plain")
         draft_lm, shared = None, 0
-        if files.draft is not None:
+        if files.draft is not None and not refusal:
             small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
             shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
-            size, problems = _draft_size(target, small, n_ctx)
+            size, problems = _draft_size(small, n_ctx)
             notices += problems
             if size:
-                draft_lm = CachedLM(stack.enter_context(open_context(small, size, *rows)))
-        target_lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *rows)))
+                draft_lm = CachedLM(stack.enter_context(open_context(small, size, *decoding)))
+        target_lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *decoding)))
         speculation = _speculation(
             target_lm,
             draft_lm,
             shared,
-            memo_path(files, rows, (gpu_layers, gpu_layers_draft)),
+            memo_path(files, decoding, (gpu_layers, gpu_layers_draft)),
             drafter,
             draft_tokens,
             draft_temperature,
@@ -148,17 +162,15 @@ def load(
         )
 
 
-def _draft_size(target: llama.Model, small: llama.Model, n_ctx: int) -> tuple[int, list[str]]:
+def _draft_size(small: llama.Model, n_ctx: int) -> tuple[int, list[str]]:
     """Tokens of the draft's context, 0 when it cannot be used, and what the user should know."""
-    if refusal := rollback_refusal(target, "target"):
-        return 0, [f"{refusal}, so speculation is off and decoding is plain"]
     if refusal := rollback_refusal(small, "draft"):
         return 0, [f"{refusal}, so it proposes nothing"]
     if small.n_ctx_train >= n_ctx:
         return n_ctx, []
     return small.n_ctx_train, [
-        f"the draft {small.name} was trained for {small.n_ctx_train} tokens, so decoding is plain "
-        "beyond them"
+        f"the draft {small.name} was trained for {small.n_ctx_train} tokens, so it proposes "
+        "nothing beyond them"
     ]
 
 
@@ -190,12 +202,12 @@ def _speculation(
 
 
 def memo_path(
-    files: Files, rows: tuple[int, int, int | None], gpu_layers: tuple[int, int]
+    files: Files, decoding: tuple[int, int, int | None], gpu_layers: tuple[int, int]
 ) -> Path:
     """Where the measured costs of a pair with these settings are kept."""
     name = calibration.identity(
         [path for path in (files.target, files.draft) if path is not None],
-        rows=rows,
+        decoding=decoding,
         gpu_layers=gpu_layers,
         library=llama.version(),
     )
@@ -270,7 +282,7 @@ def context_size(asked: int | None, model: llama.Model) -> int:
 
 def rollback_refusal(model: llama.Model, role: str) -> str | None:
     """Why rejected tokens cannot be taken back from a model's cache, or None when they can."""
-    if model.cache_kind in ("attention", "sliding window"):
+    if model.can_rollback:
         return None
     return (
         f"the {role} {model.name} keeps a {model.cache_kind} state, "

@@ -143,7 +143,9 @@ class AcceptancePredictor:
     """The acceptance of a token before it is drawn, from the draft's law at its position.
 
     Logistic regression on the law's shape, trained online by a Newton step per label. The label is
-    sum min(p, q) at a verified position, which is known exactly and has no coin noise.
+    sum min(p, q) at a verified position, which is known exactly and has no coin noise; under
+    coupled verification it is an upper bound. state: as `state` gave it; ValueError for anything
+    else.
     """
 
     _FORGET = 0.997
@@ -152,8 +154,13 @@ class AcceptancePredictor:
         self._weights = np.array([1.0, 1.0, 0.0, 0.0, 0.0])
         self._covariance = np.diag([1.0, 1.0, 0.5, 0.5, 0.1])
         if state:
-            self._weights = np.array(state["weights"], dtype=np.float64)
-            self._covariance = np.array(state["covariance"], dtype=np.float64)
+            weights = np.array(state["weights"], dtype=np.float64)
+            covariance = np.array(state["covariance"], dtype=np.float64)
+            shapes = (weights.shape, covariance.shape)
+            finite = np.isfinite(weights).all() and np.isfinite(covariance).all()
+            if shapes != (self._weights.shape, self._covariance.shape) or not finite:
+                raise ValueError("this is no state of a predictor")
+            self._weights, self._covariance = weights, covariance
 
     @staticmethod
     def features(law: Law, depth: int) -> Floats:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specllama.acceptance import Draft, Round, overlap
-from specllama.drafting import Drafter, ModelDrafter, SequenceState
+from specllama.drafting import ModelDrafter, SequenceState
 from specllama.lookahead import MAX_DRAFT_TOKENS, Budget, MeasuredLength
 from specllama.sampling import Law
 
@@ -94,6 +94,7 @@ class LookupDrafter:
 
     _BUCKETS = (1, 3, 4, 6, 9, 16, 32)
     _FORGET = 0.99
+    _FORGIVE = 0.98
 
     def __init__(
         self, budget: Budget, limit: int = MAX_DRAFT_TOKENS, shortest: int = 3
@@ -114,14 +115,20 @@ class LookupDrafter:
         """(tokens expected to be gained, the proposal, its bucket); empty when it does not pay."""
         text = self._text(state)
         length, end = text.match()
-        if length < self.shortest:
+        if length < self.shortest or not self.budget.costs.is_measured:
             return 0.0, [], None
         bucket = max(i for i, least in enumerate(self._BUCKETS) if length >= least)
         accepted, rejected = self._counts[bucket]
         chance = accepted / (accepted + rejected)
         most = min(limit, self._limit, 4 * length, len(text.tokens) - end)
         gain, count = self.budget.best([chance**m for m in range(1, most + 1)], lambda m: 0.0)
+        if count == 0:
+            self._forgive(bucket)
         return gain, text.tokens[end : end + count], bucket
+
+    def _forgive(self, bucket: int) -> None:
+        """Move a bucket that is not tried any more back to where it began: texts change."""
+        self._counts[bucket] = [1 + self._FORGIVE * (n - 1) for n in self._counts[bucket]]
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """The offers, as drafts."""
@@ -155,13 +162,14 @@ class LookupDrafter:
 
     def _text(self, state: SequenceState) -> SuffixAutomaton:
         """The automaton of a sequence, brought up to date; built again for another text."""
-        text = self._texts.get(state.slot)
+        # Out of the table while it changes: an interrupt would leave it in pieces.
+        text = self._texts.pop(state.slot, None)
         known = 0 if text is None else len(text.tokens)
         if text is None or text.tokens != state.tokens[:known]:
-            text = self._texts[state.slot] = SuffixAutomaton()
-            known = 0
+            text, known = SuffixAutomaton(), 0
         for token in state.tokens[known:]:
             text.append(token)
+        self._texts[state.slot] = text
         return text
 
 
@@ -186,7 +194,7 @@ class BestDrafter:
         for_model: list[int] = []
         for i, (state, limit) in enumerate(zip(sequences, limits, strict=True)):
             gain, tokens, bucket = self.lookup.offer(state, limit)
-            if tokens and (not self._policy.is_measured or gain >= self._policy.expected(i)):
+            if tokens and gain >= self._model_gain(i, state):
                 drafts[i] = self.lookup.draft(tokens)
                 self._chosen[i] = (-1, bucket)
             else:
@@ -200,6 +208,12 @@ class BestDrafter:
                 drafts[i] = draft
         return drafts
 
+    def _model_gain(self, i: int, state: SequenceState) -> float:
+        """Tokens that the draft model is expected to gain, nothing where it cannot draft."""
+        if not self._policy.is_measured or self.model.room(state) == 0:
+            return 0.0
+        return self._policy.expected(i)
+
     def observe(self, rounds: Sequence[Round]) -> None:
         """Tell each what became of its own proposals."""
         of_model = []
@@ -209,7 +223,3 @@ class BestDrafter:
                 of_model.append(outcome)
         if of_model:
             self.model.observe(of_model)
-
-
-def _conforms(drafter: LookupDrafter | BestDrafter) -> Drafter:
-    return drafter

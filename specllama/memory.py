@@ -16,18 +16,19 @@ def available_bytes(root: Path = Path("/")) -> int | None:
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
-        return _physical_bytes()
+        return physical_bytes()
     fields = (line.partition(":") for line in lines)
     sizes = {name: 1024 * int(rest.split()[0]) for name, _, rest in fields}
     if "MemAvailable" not in sizes:
-        return _physical_bytes()
+        return physical_bytes()
     available = sizes["MemAvailable"] + sizes.get("SwapFree", 0)
     with contextlib.suppress(OSError, ValueError):  # no limit, or none that is a number
         available = min(available, int((root / "sys/fs/cgroup/memory.max").read_text()))
     return available
 
 
-def _physical_bytes() -> int | None:
+def physical_bytes() -> int | None:
+    """Bytes of main memory that the machine has, or None where that cannot be told."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):

@@ -71,7 +71,13 @@ def test_what_is_stored_is_recalled(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", "null", '{"format": 99}', '{"format": 1}', '{"format": 1, "target": 3}'],
+    [
+        *("", "{", "[]", "null", '{"format": 99}', '{"format": 1}', '{"format": 1, "target": 3}'),
+        '{"format": 1, "target": {"1": []}, "draft": {}, "predictor": {}, "forecast": 0.5}',
+        '{"format": 1, "target": {"1": [NaN]}, "draft": {}, "predictor": {}, "forecast": 0.5}',
+        '{"format": 1, "target": {}, "draft": {}, "forecast": 0.5,'
+        ' "predictor": {"weights": [1], "covariance": [[1]]}}',
+    ],
 )
 def test_a_memo_that_cannot_be_read_is_no_memo(tmp_path: Path, content: str) -> None:
     path = tmp_path / "memo.json"

@@ -42,7 +42,7 @@ ARROWS: dict[str, set[str]] = {
         *("calibration", "tuning", "generation", "lookahead", "acceptance", "sampling"),
     },
     "explain": {"acceptance", "sampling"},
-    "check": {"loading", "vocabulary"},
+    "check": {"loading", "vocabulary", "memory"},
     "__init__": {"loading", "generation", "acceptance", "sampling"},
     "cli": {
         *("explain", "check", "loading", "generation", "acceptance", "sampling", "registry"),

@@ -104,6 +104,22 @@ def test_a_failed_decode_forgets_the_sequence_and_the_next_request_starts_clean(
     assert np.array_equal(rows, expected([1, 2, 3, 4], 1))
 
 
+def test_a_failed_decode_of_several_sequences_forgets_them_all_even_if_clearing_fails() -> None:
+    class Stuck(ToyContext):
+        def clear(self, slot: int) -> None:
+            if self.fail_decode:
+                raise RollbackError("toy: cannot clear")
+            super().clear(slot)
+
+    toy = Stuck(MODEL, 5)
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2]), Request(1, [3])])
+    toy.fail_decode = True
+    with pytest.raises(RollbackError):
+        lm.logits([Request(0, [1, 2, 3]), Request(1, [3, 4])])
+    assert (lm.held(0), lm.held(1)) == ((), ())
+
+
 def test_a_refused_rollback_raises_and_is_not_believed_to_have_happened() -> None:
     toy = context()
     lm = CachedLM(toy)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Sequence
+from types import FrameType
 
 import pytest
 from toys import PLAIN, Table, ToyContext, toy_lm
@@ -172,3 +174,57 @@ def test_each_source_learns_from_its_own_rounds_only() -> None:
     # The guesses were right all the time, and the model's forecast has not heard of it.
     assert drafter._policy.forecast <= forecast + 0.01
     assert drafter.lookup._counts[-1][0] > 20
+
+
+def test_an_interrupt_while_a_text_is_read_leaves_nothing_broken() -> None:
+    """Ctrl-C at every line of the automaton's growth, then the same text again."""
+    tokens = [1, 2, 3, 1, 2, 4, 1, 2, 3, 1, 2]
+    fresh = LookupDrafter(budget()).propose([state(tokens)], [4])
+    lines = 0
+    finished = False
+    while not finished:
+        lines += 5
+        drafter, left = LookupDrafter(budget()), [lines]
+
+        def trace(frame: FrameType, event: str, _: object) -> object:
+            if "lookup.py" in frame.f_code.co_filename and event == "line":
+                left[0] -= 1  # noqa: B023
+                if left[0] == 0:  # noqa: B023
+                    raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)  # type: ignore[arg-type]
+        try:
+            drafter.prepare(state(tokens))
+            finished = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        assert drafter.propose([state(tokens)], [4])[0].tokens == fresh[0].tokens
+    assert lines > 100
+
+
+def test_nothing_is_offered_while_costs_are_unknown() -> None:
+    unmeasured = Budget(CostTable(), stopped)
+    unmeasured.start(1)
+    drafter = LookupDrafter(unmeasured)
+    assert drafter.propose([state([1, 2, 3, 4, 1, 2, 3])], [4])[0].tokens == ()
+
+
+def test_a_draft_model_that_cannot_read_on_loses_to_lookup() -> None:
+    costs = budget()
+    policy = MeasuredLength(costs, CostTable({1: [5.0], 2: [5.0]}), forecast=0.95)
+    full = CachedLM(ToyContext(Table(12, seed=5), 12, n_ctx=4))
+    drafter = BestDrafter(LookupDrafter(costs), ModelDrafter(full, policy, 12), policy)
+    [draft] = drafter.propose([state([5, 6, 7, 8, 9, 4, 5, 6, 7])], [8])
+    assert draft.tokens[:2] == (8, 9)
+
+
+def test_a_kind_of_guess_that_failed_is_tried_again_some_day() -> None:
+    drafter = LookupDrafter(budget())
+    drafter._counts = [[1.0, 60.0] for _ in drafter._counts]
+    repeated = [5, 6, 7, 8, 9, 4, 5, 6, 7]
+    tried = [bool(drafter.propose([state(repeated)], [4])[0].tokens) for _ in range(300)]
+    assert not tried[0]
+    assert any(tried)

@@ -82,7 +82,7 @@ def test_measured_acceptance_is_the_mean_overlap(pair: Pair, params: SamplingPar
     assert 0.5 < np.mean(expected) < 0.95
 
 
-def width_noise(lm: CachedLM, tokens: Sequence[int], width: int) -> float:
+def width_noise(lm: CachedLM, tokens: list[int], width: int) -> float:
     """Largest difference between logits decoded `width` rows at a time and one at a time."""
     largest = 0.0
     lm.forget(0)

@@ -300,3 +300,20 @@ def test_a_target_with_invalid_logits_is_an_error_with_the_position(
             speculator.round([s])
     assert s.tokens[1:] == plain(len(s.tokens) - 1)
     assert 1 < len(s.tokens) <= 6
+
+
+def test_a_draft_that_cannot_decode_leaves_the_round_to_the_target() -> None:
+    toy = ToyContext(DRAFT, 7)
+    toy.fail_decode = True
+    tokens, rounds = run(ModelDrafter(CachedLM(toy), FixedLength(3), 7))
+    assert tokens == plain(20)
+    assert all(r.draft.failed and r.proposed == 0 for r in rounds[:-1])
+
+
+def test_a_draft_with_nothing_left_to_draw_leaves_the_round_to_the_target() -> None:
+    """The bans leave the target a token that the draft does not have."""
+    params = replace(GREEDY, logit_bias=dict.fromkeys(range(5), -np.inf))
+    drafter = ModelDrafter(CachedLM(ToyContext(DRAFT, 7)), FixedLength(3), 5)
+    tokens, rounds = run(drafter, params=params, n_tokens=5)
+    assert tokens == plain(5, params)
+    assert rounds[0].draft.failed or max(tokens) >= 5
