@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from specllama import calibration
@@ -26,6 +27,7 @@ class Speculation:
 
     budget: for the loop to report rounds to, or None where nothing is measured. verdict: in one
     sentence, what speculation is worth now. save: keeps what was learnt for the next time.
+    at_length: the same draft model with so many draft tokens every round, to compare with.
     """
 
     drafter: Drafter
@@ -33,6 +35,7 @@ class Speculation:
     budget: Budget | None = None
     verdict: Callable[[], str | None] = lambda: None
     save: Callable[[], None] = lambda: None
+    at_length: Callable[[int], Speculation] | None = None
 
 
 def plain() -> Speculation:
@@ -46,8 +49,9 @@ def fixed(
     """The draft model with a fixed number of draft tokens."""
     if n_tokens == 0:
         return plain()
-    policy = FixedLength(n_tokens)
-    return Speculation(ModelDrafter(draft, policy, n_shared, temperature), "model")
+    model = ModelDrafter(draft, FixedLength(n_tokens), n_shared, temperature)
+    at_length = partial(fixed, draft, n_shared, temperature=temperature)
+    return Speculation(model, "model", at_length=at_length)
 
 
 def measured(
@@ -81,10 +85,13 @@ def measured(
         known.forecast = policy.forecast
         calibration.store(memo, known)
 
+    at_length = partial(fixed, draft, n_shared, temperature=temperature)
     if not lookup:
-        return Speculation(model, "model", budget, lambda: verdict(policy), save)
+        return Speculation(model, "model", budget, lambda: verdict(policy), save, at_length)
     both = BestDrafter(guesses, model, policy)
-    return Speculation(both, "model and lookup", budget, lambda: verdict(policy), save)
+    return Speculation(
+        both, "model and lookup", budget, lambda: verdict(policy), save, at_length
+    )
 
 
 def _calibrate(target: CachedLM, draft: CachedLM | None, known: Knowledge) -> None:
