@@ -43,9 +43,19 @@ ARROWS: dict[str, set[str]] = {
     },
     "explain": {"acceptance", "sampling"},
     "check": {"loading", "vocabulary", "memory"},
+    "workloads": {"lm"},
+    "bench": {"workloads", "generation", "lookahead", "sampling"},
+    "bench_stand": {
+        *("bench", "calibration", "tuning", "generation", "drafting", "lookup", "lookahead", "lm"),
+        "sampling",
+    },
+    "comparison": {"bench", "bench_stand", "generation", "lookahead"},
     "__init__": {"loading", "generation", "acceptance", "sampling"},
+    "bench_report": {"bench", "bench_stand", "comparison", "loading", "lookahead", "__init__"},
+    "bench_plot": {"bench_report", "bench_stand", "comparison"},
     "cli": {
         *("explain", "check", "loading", "generation", "acceptance", "sampling", "registry"),
+        *("workloads", "bench", "bench_stand", "comparison", "bench_report", "bench_plot"),
         "__init__",
     },
 }
@@ -54,7 +64,7 @@ ARROWS: dict[str, set[str]] = {
 OUTSIDE: dict[str, set[str]] = {
     "llama_cpp": {"llama"},
     "huggingface_hub": {"registry"},
-    "matplotlib": {"explain"},
+    "matplotlib": {"explain", "bench_plot"},
     "click": {"cli"},
     "numpy": set(ARROWS) - {"errors", "registry", "cli", "__init__"},
 }
