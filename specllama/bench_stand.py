@@ -31,9 +31,10 @@ class Meter:
         self.costs = CostTable()
         self.decodes = Decodes()
         self._only_full = only_full
-        self._learner, lm.on_decode = lm.on_decode, None
-        self._told = self._learner
+        self._learner = self._told = lm.on_decode
+        lm.on_decode = None
         calibration.measure(lm, self.costs, most_rows, all_logits=only_full)
+        lm.on_decode = self._learner
 
     def start(self, learning: bool) -> None:
         """An answer begins, from an empty cache."""
