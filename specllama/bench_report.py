@@ -56,6 +56,11 @@ def machine() -> dict[str, Any]:
     }
 
 
+def command(name: str) -> list[str]:
+    """The command line of this process, with files by their names alone."""
+    return [name, *(Path(word).name if os.sep in word else word for word in sys.argv[1:])]
+
+
 def _processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
@@ -195,7 +200,7 @@ def as_object(
     pays_from = stand.break_even()
     return {
         "format": FORMAT,
-        "command": ["specllama", *sys.argv[1:]],
+        "command": command("specllama"),
         "machine": machine(),
         **asdict(head),
         "n_tokens": plan.n_tokens,

@@ -624,6 +624,7 @@ def test_the_peer_gets_the_same_work_and_its_best_length_is_compared(tmp_path: P
     assert laws == {(0.0, 40, 0.95, 0.05), (1.0, 0, 1.0, 0.0)}
     found = json.loads(result.read_text(encoding="utf-8"))
     assert found["server"] == "version: 7 (made up)"
+    assert found["command"][:5] == ["scripts/peers", "--server", "server", "-m", Path(TARGET).name]
     rates = {v["variant"]: v["tokens_per_second"] for v in found["results"][0]["variants"]}
     assert [rates[f"server {n}"]["median"] for n in ("plain", "3", "7")] == pytest.approx(
         [10, 13, 17]
