@@ -599,7 +599,10 @@ HTTPServer((option("--host"), int(option("--port"))), Handler).serve_forever()
 
 def test_the_peer_gets_the_same_work_and_its_best_length_is_compared(tmp_path: Path) -> None:
     binary, log, result = (tmp_path / name for name in ("server", "log", "result.json"))
-    binary.write_text(f"#!{sys.executable}\nLOG = {str(log)!r}\n{SERVER}", encoding="utf-8")
+    script = tmp_path / "server.py"
+    script.write_text(f"LOG = {str(log)!r}\n{SERVER}", encoding="utf-8")
+    # Not Python's path behind the #!, which may hold a space.
+    binary.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{script}" "$@"\n', encoding="utf-8")
     binary.chmod(0o755)
     done = subprocess.run(
         [
