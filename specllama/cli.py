@@ -345,7 +345,8 @@ def _stream(chunks: Iterator[Chunk]) -> Stats | None:
     """Print the text as it comes; the statistics of the last chunk."""
     stats = None
     for chunk in chunks:
-        click.echo(chunk.text, nl=False)
+        # With color=True click leaves escape sequences in the text alone, wherever it goes.
+        click.echo(chunk.text, nl=False, color=True)
         sys.stdout.flush()
         stats = chunk.stats
     click.echo()

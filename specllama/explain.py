@@ -90,6 +90,8 @@ def parse_law(text: str, name: str) -> tuple[float, ...]:
             "such as 0.2,0.5,0.3"
         )
     masses = [_parse_mass(piece, name) for piece in pieces]
+    if max(masses) > 1 + TOLERANCE:
+        raise UsageError(f"{name} has an entry of {max(masses):.6g}; a probability is at most 1")
     total = math.fsum(masses)
     if abs(total - 1) > TOLERANCE:
         change = "lower" if total > 1 else "raise"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -177,7 +178,7 @@ class Pair:
         if ignore_eos:
             banned = dict.fromkeys(self.tokenizer.end_tokens, -math.inf)
             params = replace(params, logit_bias={**params.logit_bias, **banned})
-        if max_tokens is not None and max_tokens < -1:
+        if max_tokens is not None and operator.index(max_tokens) < -1:
             raise UsageError(f"max_tokens must be -1 (no limit) or more, not {max_tokens}")
         room = self.target.n_ctx - len(tokens)
         limit, limit_detail = room, "context full"
@@ -192,10 +193,12 @@ class Pair:
         return self._run(state, stats, _Ending(self.tokenizer, stops, limit_detail))
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, bytes):
+            raise TypeError("a prompt is text or token ids, not bytes; decode it first")
         if isinstance(prompt, str):
             tokens = self.tokenizer.encode(prompt, special=True, add_special=True)
         else:
-            tokens = [int(t) for t in prompt]
+            tokens = [operator.index(t) for t in prompt]
         if not tokens and self.tokenizer.bos is not None:
             tokens = [self.tokenizer.bos]
         if not tokens:

@@ -109,6 +109,8 @@ class _Native:
 
         A signal that comes during the call is noticed by the next callback into Python.
         """
+        if sys.unraisablehook != self._catch:  # somebody else's, set meanwhile
+            self._hook, sys.unraisablehook = sys.unraisablehook, self._catch
         heard = self._heard
         heard.errors.clear()
         heard.sizes.clear()

@@ -608,3 +608,18 @@ def test_an_answer_under_way_ends_with_an_error_when_the_pair_is_closed() -> Non
     pair.close()
     with pytest.raises(package.SpecllamaError, match="is closed"):
         list(chunks)
+
+
+# --- what the model says goes out as it is ------------------------------------------------------
+
+
+def test_escape_sequences_in_an_answer_arrive_whole_in_a_pipe() -> None:
+    """Whatever the chunks: a stop that never comes holds text back and cuts them differently."""
+    prompt = 'echo -e "\033[31mred\033[0m"; ' * 3 + "echo -e"
+    options = ("--temp", "0", "-n", "24", "--draft-tokens", "0")
+    said = specllama("generate", prompt, *options)
+    held = specllama("generate", prompt, *options, "--stop", "\033[31mZ")
+    whole = json.loads(specllama("generate", prompt, *options, "--json").text)["text"]
+    assert said.code == held.code == 0, (said.err, held.err)
+    assert "\033[" in whole
+    assert said.text == held.text == whole + "\n"

@@ -213,6 +213,12 @@ def test_wrong_requests_are_refused_before_the_first_token() -> None:
     ready = pair(Script())
     with pytest.raises(UsageError, match="max_tokens"):
         ready.generate([0], max_tokens=-2)
+    with pytest.raises(TypeError, match="not bytes"):
+        ready.generate(b"a")
+    with pytest.raises(TypeError):
+        ready.generate([0.5])  # type: ignore[list-item]
+    with pytest.raises(TypeError):
+        ready.generate([0], max_tokens=2.5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="the logit bias names token id 8"):
         ready.generate([0], SamplingParams(logit_bias={8: 1.0}))
     with pytest.raises(UsageError, match="stop string"):
