@@ -473,7 +473,7 @@ def forget_drafts(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
 
 
 def test_two_sequences_that_stop_by_each_others_dropped_token_are_dependent() -> None:
-    """algorithms: each alone is exact, both together are not; only the joint law shows it."""
+    """Each alone is exact, both together are not; only the joint law shows it."""
 
     class Crossed:
         def __init__(self, oracle: Oracle) -> None:
