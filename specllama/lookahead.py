@@ -128,11 +128,13 @@ class CostTable:
         return ms * rows / largest
 
     def _refresh(self) -> None:
-        steps, floor = [], 0.0
-        for rows in sorted(self._timings):
-            floor = max(floor, statistics.median(self._timings[rows]))
-            steps.append((rows, floor))
-        self._steps, self._new = steps, 0
+        # From the right: other work on the machine only ever adds to a time, so where a smaller
+        # number of rows seems dearer, it is the one that was disturbed.
+        steps, ceiling = [], float("inf")
+        for rows in sorted(self._timings, reverse=True):
+            ceiling = min(ceiling, statistics.median(self._timings[rows]))
+            steps.append((rows, ceiling))
+        self._steps, self._new = steps[::-1], 0
 
     def timings(self) -> dict[int, list[float]]:
         """What is kept, for storing; the constructor takes it back."""
