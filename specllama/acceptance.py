@@ -80,11 +80,7 @@ Verifier = Callable[[Draft, TargetLaws, Streams], Round]
 
 def acceptance_probability(p: Law, q: Law, token: int) -> float:
     """min(1, p(token) / q(token)), the chance that a token drawn from q is kept."""
-    target, drafted = p.prob(token), q.prob(token)
-    if drafted <= 0:
-        log.error("token %d was drafted with probability 0: its law is not the one drawn", token)
-        return 0.0
-    return min(1.0, target / drafted)
+    return min(1.0, _ratio(p, q, token))
 
 
 def accepted_mass(p: Law, q: Law) -> Floats:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from specllama import memory, vocabulary
 from specllama.loading import (
+    DEFAULT_BATCH_SIZE,
     Files,
     Model,
     check_sizes,
@@ -38,7 +39,9 @@ class Report:
     refusal: str | None
 
 
-def examine(files: Files, ctx_size: int | None = None, batch_size: int = 512) -> Report:
+def examine(
+    files: Files, ctx_size: int | None = None, batch_size: int = DEFAULT_BATCH_SIZE
+) -> Report:
     """Load both models and hold every rule against them.
 
     Raises UsageError for a wrong size, ModelError for a bad file.

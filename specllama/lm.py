@@ -116,11 +116,6 @@ class CachedLM:
         return self._context.n_ctx
 
     @property
-    def n_slots(self) -> int:
-        """Independent sequences that the context carries."""
-        return self._context.n_slots
-
-    @property
     def n_vocab(self) -> int:
         """Width of a row of logits."""
         return self._context.n_vocab
