@@ -7,30 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import json
 import logging
 import math
 import os
-import re
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 import specllama
-from specllama import workloads
+from specllama.cli_bench import bench
 from specllama.errors import ModelError, SpecllamaError, UsageError
-from specllama.sampling import SamplingParams
+from specllama.options import (
+    announce,
+    file_options,
+    file_path,
+    load_pair,
+    run_options,
+    sampling_options,
+    sampling_params,
+    set_verbose,
+)
 
 if TYPE_CHECKING:
-    from specllama.bench import Plan, Step
-    from specllama.generation import Chunk, Pair, Stats
+    from specllama.generation import Chunk, Stats
 
-Command = Callable[..., None]
 # How click 8.2 and later end a group without a command, with its help as the message.
 _NO_COMMAND: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoArgsIsHelpError", ())
 
@@ -110,136 +115,6 @@ def _report(error: BaseException, code: int, message: str | None = None) -> int:
     return code
 
 
-_BIAS = re.compile(r"(\d+)([+-](?:\d+(?:\.\d*)?|\.\d+|inf))")
-
-
-def _count(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
-    """A number of tokens; "none" and -1 mean no limit."""
-    if value.lower() == "none":
-        return -1
-    try:
-        count = int(value)
-    except ValueError:
-        raise click.BadParameter(f'{value!r} is no whole number and not "none"') from None
-    if count < -1:
-        raise click.BadParameter(f"{count} is below -1 (no limit)")
-    return count
-
-
-def _biases(
-    _ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
-) -> dict[int, float]:
-    """llama.cpp's notation: 15043+1, 15043-0.5, 15043-inf."""
-    biases = {}
-    for value in values:
-        found = _BIAS.fullmatch(value)
-        if found is None:
-            raise click.BadParameter(f"{value!r} is not like 15043+1 or 15043-inf")
-        biases[int(found[1])] = float(found[2])
-    return biases
-
-
-def _stops(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> Any:
-    """Refuse an empty text before models are loaded."""
-    if "" in values:
-        raise click.BadParameter("a stop string is empty; leave it out, or give a text")
-    return values
-
-
-def _draft_tokens(_ctx: click.Context, _param: click.Parameter, value: str) -> int | None:
-    """A fixed number of draft tokens a round; None is "auto"."""
-    if value == "auto":
-        return None
-    try:
-        return int(value)
-    except ValueError:
-        raise click.BadParameter(f'{value!r} is no whole number and not "auto"') from None
-
-
-def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
-    """Several click options as one decorator, in their order."""
-
-    def decorate(function: Command) -> Command:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def _set_verbose(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
-    if value:
-        logging.basicConfig(stream=sys.stderr, format="%(name)s: %(message)s")
-        logging.getLogger("specllama").setLevel(logging.DEBUG)
-
-
-# Whether a file can be read is for those who read it to say, with the exit code of their own.
-_path = click.Path(path_type=Path, readable=False)
-_file_options = _options(
-    click.option("--pair", metavar="NAME", help="A pair of models.toml.  [default: smollm2]"),
-    click.option("-m", "--model", type=_path, help="The target, a GGUF file."),
-    click.option("-md", "--model-draft", type=_path, help="The draft, a GGUF file."),
-    click.option("--models", type=_path, help="Another registry file instead of models.toml."),
-    click.option(
-        "-c", "--ctx-size", type=int, help="Tokens of prompt and answer; 0: as trained.  [4096]"
-    ),
-    click.option(
-        "-v", "--verbose", is_flag=True, expose_value=False, callback=_set_verbose,
-        help="Show llama.cpp's log and tracebacks.",
-    ),
-)
-_run_options = _options(
-    click.option("-b", "--batch-size", default=512, show_default=True, help="Rows of one decode."),
-    click.option("-t", "--threads", type=int, help="Threads.  [default: physical cores]"),
-    click.option("-tb", "--threads-batch", type=int, help="Threads for prompts.  [as --threads]"),
-    click.option("-ngl", "--gpu-layers", type=int, default=-1, help="Layers on the GPU; -1: all."),
-    click.option("-ngld", "--gpu-layers-draft", type=int, default=-1, help="The draft's."),
-    click.option(
-        "--drafter", type=click.Choice(["auto", "model", "lookup", "none"]), default="auto",
-        show_default=True, help="Who proposes tokens; auto: model or lookup, whichever pays.",
-    ),
-    click.option(
-        "--draft-tokens", default="auto", metavar="auto|N", callback=_draft_tokens,
-        help="Tokens drafted a round, 0 to 16; auto: as many as pay.",
-    ),
-    click.option("--draft-temp", type=float, help="The draft's temperature.  [as --temp]"),
-    click.option(
-        "--verifier", type=click.Choice(["auto", "block", "token", "coupled"]), default="auto",
-        show_default=True, help="The acceptance rule; auto: coupled with --seed, else block.",
-    ),
-)
-_default = SamplingParams()
-_law_options = _options(
-    click.option("--top-k", type=int, default=_default.top_k, show_default=True,
-                 help="Keep the k most likely tokens; 0: all."),
-    click.option("--top-p", type=float, default=_default.top_p, show_default=True,
-                 help="Keep the most likely tokens up to this mass; 1: all."),
-    click.option("--min-p", type=float, default=_default.min_p, show_default=True,
-                 help="Keep tokens this likely relative to the first; 0: all."),
-    click.option("--repeat-penalty", type=float, default=_default.repeat_penalty,
-                 show_default=True, help="Divide the logits of recent tokens."),
-    click.option("--presence-penalty", type=float, default=_default.presence_penalty,
-                 show_default=True, help="Subtract for a recent token."),
-    click.option("--frequency-penalty", type=float, default=_default.frequency_penalty,
-                 show_default=True, help="Subtract for each recent occurrence."),
-    click.option("--repeat-last-n", type=int, default=_default.penalty_last_n,
-                 show_default=True, help="Tokens that penalties look at; -1: all, 0: off."),
-    click.option("--logit-bias", multiple=True, metavar="ID(+/-)BIAS", callback=_biases,
-                 help="Add to a token's logit: 15043+1, 15043-inf."),
-)
-_sampling_options = _options(
-    click.option("-s", "--seed", type=int, help="Seed of all randomness; -1: a new one."),
-    click.option("--temp", type=float, default=_default.temperature, show_default=True,
-                 help="Temperature; 0 takes the most likely token."),
-    _law_options,
-    click.option("--ignore-eos", is_flag=True, help="Do not let the model end the answer."),
-    click.option("--stop", multiple=True, callback=_stops,
-                 help="A text that ends the answer; may be repeated."),
-    click.option("-n", "--predict", default="-1", show_default=True, metavar="N", callback=_count,
-                 help="Most tokens to generate; -1 or none: until the model stops."),
-)
-
-
 @click.group(name="specllama", context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(specllama.__version__, prog_name="specllama")
 def command() -> None:
@@ -248,9 +123,9 @@ def command() -> None:
 
 @command.command()
 @click.argument("prompt", required=False)
-@_file_options
-@_run_options
-@_sampling_options
+@file_options
+@run_options
+@sampling_options
 @click.option("--json", "as_json", is_flag=True, help="Print one object instead of the text.")
 @click.option("--stats", is_flag=True, help="Print what it took, on standard error.")
 def generate(prompt: str | None, as_json: bool, stats: bool, **options: Any) -> None:
@@ -261,8 +136,8 @@ def generate(prompt: str | None, as_json: bool, stats: bool, **options: Any) -> 
     """
     text = _prompt(prompt)
     seed = None if options["seed"] in (None, -1) else options["seed"]
-    params = _sampling_params(options)
-    with _load(options) as pair:
+    params = sampling_params(options)
+    with load_pair(options) as pair:
         chunks = pair.generate(
             text,
             params,
@@ -295,50 +170,6 @@ def _utf8(data: bytes, name: str) -> str:
         raise UsageError(
             f"{name} is not UTF-8 at byte {error.start}; convert it, with iconv for example"
         ) from None
-
-
-def _sampling_params(options: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(
-        temperature=options["temp"],
-        top_k=options["top_k"],
-        top_p=options["top_p"],
-        min_p=options["min_p"],
-        repeat_penalty=options["repeat_penalty"],
-        presence_penalty=options["presence_penalty"],
-        frequency_penalty=options["frequency_penalty"],
-        penalty_last_n=options["repeat_last_n"],
-        logit_bias=options["logit_bias"],
-    )
-
-
-def _announce(message: str) -> None:
-    click.echo(message, err=True)
-
-
-def _load(options: dict[str, Any]) -> Pair:
-    """The pair that the options name, with what the user should know of it told."""
-    from specllama.loading import load
-
-    pair = load(
-        options["pair"],
-        model=options["model"],
-        draft=options["model_draft"],
-        models=options["models"],
-        drafter=options["drafter"],
-        draft_tokens=options["draft_tokens"],
-        draft_temperature=options["draft_temp"],
-        verifier=None if options["verifier"] == "auto" else options["verifier"],
-        ctx_size=options["ctx_size"],
-        batch_size=options["batch_size"],
-        threads=options["threads"],
-        threads_batch=options["threads_batch"],
-        gpu_layers=options["gpu_layers"],
-        gpu_layers_draft=options["gpu_layers_draft"],
-        announce=_announce,
-    )
-    for notice in pair.notices:
-        _announce(f"Note: {notice}")
-    return pair
 
 
 def _stream(chunks: Iterator[Chunk]) -> Stats | None:
@@ -403,9 +234,9 @@ def _summary(stats: Stats) -> str:
 
 
 @command.command()
-@click.argument("target", required=False, type=_path)
-@click.argument("draft", required=False, type=_path)
-@_file_options
+@click.argument("target", required=False, type=file_path)
+@click.argument("draft", required=False, type=file_path)
+@file_options
 @click.option("-b", "--batch-size", default=512, show_default=True, help="Rows of one decode.")
 def check(target: Path | None, draft: Path | None, **options: Any) -> None:
     """May two models work together, and what would it take: every rule with its result.
@@ -420,7 +251,7 @@ def check(target: Path | None, draft: Path | None, **options: Any) -> None:
         model=target or options["model"],
         draft=draft or options["model_draft"],
         models=options["models"],
-        announce=_announce,
+        announce=announce,
     )
     report = checking.examine(files, options["ctx_size"], options["batch_size"])
     click.echo(checking.table(report))
@@ -435,9 +266,9 @@ def check(target: Path | None, draft: Path | None, **options: Any) -> None:
 @click.option("--q", "draft", default="0.6,0.3,0.1", show_default=True, metavar="LAW",
               help="The draft's law.")
 @click.option("--labels", help="Names of the tokens, comma separated.")
-@click.option("--html", type=_path, help="Write an interactive page to this file.")
-@click.option("--plot", type=_path, help="Write a picture to this file (needs matplotlib).")
-@click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=_set_verbose,
+@click.option("--html", type=file_path, help="Write an interactive page to this file.")
+@click.option("--plot", type=file_path, help="Write a picture to this file (needs matplotlib).")
+@click.option("-v", "--verbose", is_flag=True, expose_value=False, callback=set_verbose,
               help="Show tracebacks.")
 def explain(
     target: str, draft: str, labels: str | None, html: Path | None, plot: Path | None
@@ -460,121 +291,7 @@ def explain(
     click.echo(explaining.table(balance, names))
 
 
-@command.command()
-@_file_options
-@_run_options
-@click.option("--prompts", type=_path,
-              help="One prompt a line; a .jsonl file has a \"prompt\" in each line.")
-@click.option("--workload", "names", multiple=True, type=click.Choice(workloads.NAMES),
-              help="A built-in text instead of all; may be repeated.")
-@click.option("--temps", default="0,0.8,1", show_default=True, metavar="LIST",
-              help="Temperatures; 1 is without truncation unless --top-k or the like is given.")
-@_law_options
-@click.option("-s", "--seed", type=int, help="Seed of the first repetition.  [default: 0]")
-@click.option("-n", "--predict", type=click.IntRange(min=2), default=256, show_default=True,
-              help="Tokens of each answer.")
-@click.option("--repetitions", type=click.IntRange(min=1), default=5, show_default=True,
-              help="Measured after one warm-up.")
-@click.option("--all-lengths", is_flag=True, help="Try fixed numbers of draft tokens up to 15 too.")
-@click.option("--json", "json_path", type=click.Path(path_type=Path, allow_dash=True),
-              help="Write the result to this file, after each workload; - prints it instead.")
-@click.option("--plot", type=_path, help="Write a picture to this file (needs matplotlib).")
-@click.option("--note", help="A remark to be shown with the numbers.")
-def bench(
-    prompts: Path | None,
-    names: tuple[str, ...],
-    temps: str,
-    predict: int,
-    repetitions: int,
-    all_lengths: bool,
-    json_path: Path | None,
-    plot: Path | None,
-    note: str | None,
-    **options: Any,
-) -> None:
-    """Measure plain decoding against speculation, in turn, on the same prompts.
-
-    Tokens per second count from the end of the prompt; their median is followed by the lowest and
-    the highest, and the ratio is that of each repetition. The built-in texts are prose, code, a
-    copying task and a question. Without --seed the rule is block verification.
-    """
-    from specllama import bench as benching
-    from specllama import bench_plot, bench_report, comparison
-    from specllama.bench_stand import Stand
-
-    if options["drafter"] == "none" or options["draft_tokens"] == 0:
-        raise UsageError("nothing would be drafted; choose another --drafter or --draft-tokens")
-    if prompts and names:
-        raise UsageError("give either --prompts or --workload, not both")
-    printed = str(json_path) == "-"
-    if json_path and not printed:
-        bench_report.require_writable(json_path)
-    if plot:
-        bench_plot.require_plottable(plot)
-    settings = benching.settings(
-        temps,
-        _sampling_params({**options, "temp": 0.0}),
-        truncated=_given("top_k", "top_p", "min_p"),
-    )
-    seed = options["seed"] if options["seed"] not in (None, -1) else None
-    if options["verifier"] == "auto" and seed is None:
-        options["verifier"] = "block"
-    texts = workloads.read(prompts) if prompts else None
-    with _load(options) as pair:
-        chosen = texts or workloads.built_in(pair.tokenizer, names or workloads.NAMES)
-        plan = benching.Plan(chosen, settings, predict, repetitions, seed or 0)
-        benching.require_room(pair, plan)
-        stand = Stand(pair)
-        variants = stand.variants(options["draft_tokens"], all_lengths)
-        head = bench_report.head(stand, options["threads"], options["verifier"], note)
-        found = []
-        with _progress(plan, [variant.name for variant in variants]) as tick:
-            for cell in benching.run(plan, variants, tick):
-                found.append(comparison.compare(cell, variants, stand, pair.notices))
-                if json_path and not printed:
-                    whole = bench_report.as_object(head, plan, stand, found)
-                    bench_report.write_object(json_path, whole)
-    if plot:
-        bench_plot.plot(plot, head, stand, found)
-    if printed:
-        click.echo(json.dumps(bench_report.as_object(head, plan, stand, found)))
-    else:
-        click.echo(bench_report.table(head, plan, stand, found))
-
-
-def _given(*names: str) -> bool:
-    """Whether any of these options stands on the command line."""
-    source = click.get_current_context().get_parameter_source
-    return any(source(name) is click.core.ParameterSource.COMMANDLINE for name in names)
-
-
-@contextlib.contextmanager
-def _progress(plan: Plan, variants: Sequence[str]) -> Iterator[Callable[[Step], None]]:
-    """A bar on a terminal, elsewhere a line for each workload and temperature as it begins."""
-    from specllama.bench import schedule
-
-    begun = itertools.count()
-    if not sys.stderr.isatty():
-        n_cells = len(plan.workloads) * len(plan.settings)
-
-        def tell(step: Step) -> None:
-            if step.repetition == 0 and step.variant == variants[0]:
-                click.echo(f"{next(begun) + 1}/{n_cells} {_place(step)}", err=True)
-
-        yield tell
-        return
-    bar: Any
-    with click.progressbar(
-        length=sum(1 for _ in schedule(plan, variants)),
-        file=sys.stderr,
-        item_show_func=lambda step: _place(step) if step else None,
-    ) as bar:
-        # A step that begins is no step that is done.
-        yield lambda step: bar.update(min(next(begun), 1), step)
-
-
-def _place(step: Step) -> str:
-    return f"{step.workload.name} at temperature {step.setting.name}"
+command.add_command(bench)
 
 
 if __name__ == "__main__":

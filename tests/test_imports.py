@@ -53,11 +53,12 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"loading", "generation", "acceptance", "sampling"},
     "bench_report": {"bench", "bench_stand", "comparison", "loading", "lookahead", "__init__"},
     "bench_plot": {"bench_report", "bench_stand", "comparison"},
-    "cli": {
-        *("explain", "check", "loading", "generation", "acceptance", "sampling", "registry"),
+    "options": {"loading", "generation", "sampling"},
+    "cli_bench": {
         *("workloads", "bench", "bench_stand", "comparison", "bench_report", "bench_plot"),
-        "__init__",
+        "options",
     },
+    "cli": {"explain", "check", "loading", "generation", "options", "cli_bench", "__init__"},
 }
 
 # Who may import which package from outside the standard library.
@@ -65,8 +66,8 @@ OUTSIDE: dict[str, set[str]] = {
     "llama_cpp": {"llama"},
     "huggingface_hub": {"registry"},
     "matplotlib": {"explain", "bench_plot"},
-    "click": {"cli"},
-    "numpy": set(ARROWS) - {"errors", "registry", "cli", "__init__"},
+    "click": {"cli", "cli_bench", "options"},
+    "numpy": set(ARROWS) - {"errors", "registry", "options", "cli_bench", "cli", "__init__"},
 }
 
 
