@@ -115,8 +115,9 @@ class Pair:
 
     verifier: "block", "token" or "coupled"; None is coupled where an answer's seed is named, so
     that the text is a function of the seed, and block elsewhere. n_tokens: ids from here on are
-    padding and never emitted. notices: what the user should know of how this pair runs. close:
-    frees it all.
+    padding and never emitted. draft, draft_tokenizer: the draft model that is loaded, whether the
+    drafter uses it or not. chat_template: the target's own, where its file has one. notices: what
+    the user should know of how this pair runs. close: frees it all.
     """
 
     def __init__(
@@ -127,12 +128,18 @@ class Pair:
         verifier: str | None = None,
         *,
         n_tokens: int,
+        draft: CachedLM | None = None,
+        draft_tokenizer: Tokenizer | None = None,
+        chat_template: str | None = None,
         notices: Sequence[str] = (),
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.target = target
         self.tokenizer = tokenizer
         self.speculation = speculation
+        self.draft = draft
+        self.draft_tokenizer = draft_tokenizer
+        self.chat_template = chat_template
         self.notices = tuple(notices)
         self._verifier = verifier
         self._n_tokens = n_tokens

@@ -433,6 +433,12 @@ class Model(_Closing):
         lib.llama_model_desc(self._handle, buffer, len(buffer))
         return buffer.value.decode("utf-8", "replace")
 
+    @property
+    def chat_template(self) -> str | None:
+        """The Jinja template of the file, which renders a conversation, or None without one."""
+        template = lib.llama_model_chat_template(self._handle, None)
+        return template.decode("utf-8", "replace") if template else None
+
 
 class Context(_Closing):
     """A KV cache over a model, holding `n_slots` independent sequences of `n_ctx` tokens each.

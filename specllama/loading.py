@@ -132,7 +132,7 @@ def load(
         refusal = rollback_refusal(target, "target")
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
-        draft_lm, shared = None, 0
+        draft_lm, draft_tokenizer, shared = None, None, 0
         if files.draft is not None and not refusal:
             small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
             shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
@@ -140,6 +140,7 @@ def load(
             notices += problems
             if size:
                 draft_lm = CachedLM(stack.enter_context(open_context(small, size, *decoding)))
+                draft_tokenizer = small.tokenizer
         target_lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *decoding)))
         speculation = _speculation(
             target_lm,
@@ -157,6 +158,9 @@ def load(
             speculation,
             verifier,
             n_tokens=vocabulary.real_tokens(target.tokenizer),
+            draft=draft_lm,
+            draft_tokenizer=draft_tokenizer,
+            chat_template=target.chat_template,
             notices=notices,
             close=stack.pop_all().close,
         )

@@ -511,3 +511,10 @@ def test_bos_is_put_where_the_model_says_so() -> None:
             m.tokenizer.encode("a", special=True, add_special=True) for m in (with_bos, without)
         ]
     assert ids[0] == [1, *ids[1]] and 1 not in ids[1]
+
+
+def test_the_chat_template_of_a_file_is_told_or_there_is_none() -> None:
+    with Model(tiny("attention")) as model:
+        assert model.chat_template is not None and "<|im_start|>" in model.chat_template
+    with Model(tiny("attention", chat_template=None)) as model:
+        assert model.chat_template is None

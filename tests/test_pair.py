@@ -21,6 +21,7 @@ from specllama.drafting import Drafter, ModelDrafter, NullDrafter, SequenceState
 from specllama.errors import InvalidLogits, RollbackError, UsageError
 from specllama.generation import Chunk, Pair
 from specllama.lm import CachedLM, Request
+from specllama.loading import load
 from specllama.lookahead import FixedLength
 from specllama.sampling import SamplingParams, Streams
 from specllama.speculation import Speculator
@@ -412,3 +413,15 @@ def test_asking_again_for_the_same_logits_is_bitwise_the_same() -> None:
         [fourth] = ready.target.logits([Request(0, [10, 11, 12])])
         assert np.array_equal(third, fourth)
         assert np.allclose(kept, third, atol=1e-4)
+
+
+@pytest.mark.parametrize("drafter", ["model", "none"])
+def test_a_loaded_pair_tells_its_draft_and_its_chat_template(drafter: str) -> None:
+    target, draft = tiny(), tiny(seed=1)
+    with load(model=target, draft=draft, drafter=drafter, draft_tokens=2) as pair:
+        assert pair.chat_template is not None and "<|im_start|>" in pair.chat_template
+        if drafter == "none":
+            assert pair.draft is None and pair.draft_tokenizer is None
+        else:
+            assert pair.draft is not None and pair.draft.name == draft.name
+            assert pair.draft_tokenizer is not None and pair.draft_tokenizer.name == draft.name
