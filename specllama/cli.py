@@ -6,10 +6,7 @@ Answers go to standard output, everything else to standard error.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import logging
-import math
 import os
 import signal
 import sys
@@ -20,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import specllama
+from specllama import answers
 from specllama.cli_bench import bench
 from specllama.errors import ModelError, SpecllamaError, UsageError
 from specllama.options import (
@@ -147,11 +145,13 @@ def generate(prompt: str | None, as_json: bool, stats: bool, **options: Any) -> 
             ignore_eos=options["ignore_eos"],
         )
         if as_json:
-            last = _print_json(list(chunks))
+            answer = list(chunks)
+            answers.print_object(answers.answer_object(answer))
+            last = answer[-1].stats
         else:
             last = _stream(chunks)
     if stats and last is not None:
-        click.echo(_summary(last), err=True)
+        click.echo(answers.summary(last), err=True)
 
 
 def _prompt(argument: str | None) -> str:
@@ -182,55 +182,6 @@ def _stream(chunks: Iterator[Chunk]) -> Stats | None:
         stats = chunk.stats
     click.echo()
     return stats
-
-
-def _print_json(chunks: Sequence[Chunk]) -> Stats | None:
-    """Print the whole answer as one object, in UTF-8 whatever the console's encoding."""
-    last = chunks[-1]
-    answer = {
-        "text": "".join(chunk.text for chunk in chunks),
-        "tokens": [dataclasses.asdict(token) for chunk in chunks for token in chunk.tokens],
-        "finish_reason": last.finish_reason,
-        "finish_detail": last.finish_detail,
-        "seed": last.stats.seed if last.stats else None,
-        "stats": _stats_object(last.stats) if last.stats else None,
-    }
-    line = json.dumps(answer, ensure_ascii=False) + "\n"
-    sys.stdout.flush()
-    sys.stdout.buffer.write(line.encode("utf-8"))
-    sys.stdout.buffer.flush()
-    return last.stats
-
-
-def _stats_object(stats: Stats) -> dict[str, Any]:
-    """The statistics as JSON has them: no NaN, and the derived figures with the counts."""
-    derived = {
-        "acceptance": stats.acceptance,
-        "tokens_per_round": stats.tokens_per_round,
-        "tokens_per_second": stats.tokens_per_second,
-    }
-    clean = {name: None if math.isnan(value) else value for name, value in derived.items()}
-    return {**dataclasses.asdict(stats), **clean}
-
-
-def _summary(stats: Stats) -> str:
-    """The statistics in two lines for a person."""
-    first = (
-        f"{stats.predicted_n} tokens in {stats.predicted_ms / 1000:.2f} s "
-        f"({stats.tokens_per_second:.1f} tokens/s) after a prompt of {stats.prompt_n} "
-        f"in {stats.prompt_ms / 1000:.2f} s"
-    )
-    if stats.verifier == "coupled":  # elsewhere the seed alone does not give the text again
-        first += f"; seed {stats.seed}"
-    if stats.verdict:
-        first = f"{first}\n{stats.verdict}"
-    if not stats.draft_n:
-        return f"{first}\nnothing was drafted in {stats.rounds} rounds, drafter {stats.drafter}"
-    return (
-        f"{first}\n{stats.rounds} rounds, {stats.tokens_per_round:.2f} tokens a round; "
-        f"{stats.draft_n_accepted} of {stats.draft_n} drafted tokens accepted "
-        f"({100 * stats.acceptance:.0f} %), verifier {stats.verifier}"
-    )
 
 
 @command.command()
