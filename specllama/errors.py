@@ -32,6 +32,10 @@ class DecodeError(SpecllamaError):
     """llama.cpp could not evaluate a batch."""
 
 
+class StateError(SpecllamaError):
+    """A saved state of a context cannot be put back: damaged, cut, or another model's."""
+
+
 class InvalidLogits(SpecllamaError):
     """A model produced logits that are no distribution: NaN, +inf, or nothing but -inf."""
 

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import hashlib
 import logging
 import os
 import re
@@ -25,7 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specllama import header, memory
-from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
+from specllama.errors import (
+    DecodeError,
+    ModelError,
+    RollbackError,
+    SpecllamaError,
+    StateError,
+    UsageError,
+)
 
 # The threads of a decode wait for each other hundreds of times. GNU OpenMP lets them spin for some
 # 15 ms before they yield, so beside other work each wait can cost a time slice, and a token a
@@ -45,6 +53,7 @@ logging.getLogger("specllama").addHandler(logging.NullHandler())
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUES = 5
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
+_DIGEST = 32  # bytes
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
 _SHARED_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r--s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
@@ -490,6 +499,7 @@ class Context(_Closing):
         self.buffers = tuple(native.sizes)
         self._batch = _Batch(self.n_batch)
         self._native = native
+        self._mark = _state_mark(model, kv_type)
 
     def decode(self, batch: Sequence[Any]) -> list[NDArray[np.float32]]:
         """Decode all rows in one call; see `specllama.lm.Context`.
@@ -567,11 +577,63 @@ class Context(_Closing):
         if not lib.llama_memory_seq_rm(self._memory_of(slot), slot, -1, -1):
             raise RollbackError(f"{self.name}: its KV cache could not be cleared; load it again")
 
+    def save(self, slot: int) -> bytes:
+        """What the slot holds: a mark of the model, a digest, and llama.cpp's own format.
+
+        Raises StateError.
+        """
+        self._memory_of(slot)
+        with self._native.calling():
+            size = lib.llama_state_seq_get_size(self._handle, slot)
+            state = np.empty(size, np.uint8)
+            written = lib.llama_state_seq_get_data(self._handle, _bytes_of(state), size, slot)
+        if size == 0 or written != size:
+            raise StateError(f"{self.name}: its state cannot be saved; go on without it")
+        return b"".join((self._mark, hashlib.blake2b(state, digest_size=_DIGEST).digest(), state))
+
+    def restore(self, slot: int, data: bytes) -> None:
+        """Let the slot hold what `save` gave; the mark tells models of one shape not apart.
+
+        Raises StateError: before anything is changed for data that is cut, damaged or another
+        model's, and with an empty slot where llama.cpp refuses it.
+        """
+        self._memory_of(slot)
+        # llama.cpp ends the process at some damage, so it gets to see none.
+        if data[:_DIGEST] != self._mark:
+            raise self._unusable("it was saved with another model, cache type or llama-cpp-python")
+        digest, state = data[_DIGEST : 2 * _DIGEST], np.frombuffer(data, np.uint8)[2 * _DIGEST :]
+        if digest != hashlib.blake2b(state, digest_size=_DIGEST).digest():
+            raise self._unusable("it is incomplete or damaged")
+        self.clear(slot)  # an empty state would leave what is there
+        with self._native.calling():
+            size = len(state)
+            read = lib.llama_state_seq_set_data(self._handle, _bytes_of(state), size, slot)
+        if read != size or self.length(slot) > self.n_ctx:
+            self.clear(slot)
+            raise self._unusable("it needs a larger context or other settings")
+
+    def _unusable(self, reason: str) -> StateError:
+        return StateError(
+            f"{self.name}: the saved state cannot be used, since {reason}; "
+            "go on without it, and the text is read again"
+        )
+
     def _memory_of(self, slot: int) -> Any:
         assert self._handle is not None  # raises the sentence of a closed context
         if not 0 <= slot < self.n_slots:  # llama.cpp would end the process
             raise SpecllamaError(f"{self.name}: there is no slot {slot} in {self.n_slots}")
         return self._memory
+
+
+def _state_mark(model: Model, kv_type: str) -> bytes:
+    """What a saved state must share with the context that takes it. [_DIGEST bytes]"""
+    shape = (model.description, model.n_bytes, model.n_embd, model.n_layer, model.cache_kind)
+    text = repr((lib.__version__, kv_type, model.tokenizer.n_vocab, *shape))
+    return hashlib.blake2b(text.encode("utf-8"), digest_size=_DIGEST).digest()
+
+
+def _bytes_of(array: NDArray[np.uint8]) -> Any:
+    return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
 def _check_context(model: Model, n_ctx: int, n_slots: int, kv_type: str) -> None:

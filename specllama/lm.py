@@ -15,7 +15,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from specllama.errors import DecodeError, RollbackError
+from specllama.errors import DecodeError, RollbackError, StateError
 
 LogitRows = NDArray[np.float32]  # [n_rows, n_vocab]
 
@@ -61,6 +61,15 @@ class Context(Protocol):
 
     def clear(self, slot: int) -> None:
         """Forget the whole sequence."""
+        ...
+
+    def save(self, slot: int) -> bytes:
+        """What the slot holds, for `restore` of a context over the same model."""
+        ...
+
+    def restore(self, slot: int, data: bytes) -> None:
+        """Let the slot hold what was saved instead; raises StateError, after which it is empty
+        or as it was."""
         ...
 
 
@@ -134,6 +143,10 @@ class CachedLM:
         """How many tokens the slot is believed to hold."""
         return len(self._held.get(slot, ()))
 
+    def missing(self, slot: int, tokens: list[int]) -> int:
+        """How many rows a request for this sequence would decode, at least its last."""
+        return max(1, len(tokens) - common_prefix(self._held.get(slot, []), tokens))
+
     def held(self, slot: int) -> tuple[int, ...]:
         """What the slot is believed to hold, for tests of the cache."""
         return tuple(self._held.get(slot, ()))
@@ -184,6 +197,32 @@ class CachedLM:
         except RollbackError:
             self.forget(slot)
             raise
+
+    def save(self, slot: int) -> tuple[tuple[int, ...], bytes]:
+        """The tokens that the slot holds, and the context's state for them, to be restored later.
+
+        Raises StateError, RollbackError.
+        """
+        held = list(self._held.get(slot, ()))
+        self._sync(Request(slot, held, 0))  # an interrupt may have left rows behind them
+        return tuple(self._held[slot]), self._context.save(slot)
+
+    def restore(self, slot: int, tokens: Sequence[int], data: bytes) -> None:
+        """Let the slot hold `tokens` without decoding them, from what `save` gave for them.
+
+        The file that the state came from is the caller's to compare. Raises StateError for damaged
+        or foreign data, after which the slot is read anew by the next request.
+        """
+        self._held.pop(slot, None)
+        self._context.restore(slot, data)
+        found = self._context.length(slot)
+        if found != len(tokens):
+            self._context.clear(slot)
+            raise StateError(
+                f"{self.name}: the saved state holds {found} tokens and not the {len(tokens)} "
+                "that belong to it; read the text again instead"
+            )
+        self._held[slot] = list(tokens)
 
     def forget(self, slot: int) -> None:
         """Drop what the slot holds; the next request starts from nothing."""

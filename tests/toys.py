@@ -132,6 +132,12 @@ class ToyContext:
     def clear(self, slot: int) -> None:
         self.slots[slot] = []
 
+    def save(self, slot: int) -> bytes:
+        return bytes(self.slots.get(slot, []))
+
+    def restore(self, slot: int, data: bytes) -> None:
+        self.slots[slot] = list(data)
+
 
 def toy_lm(model: Table | Noisy | Iid) -> CachedLM:
     return CachedLM(ToyContext(model, model.n_vocab))
