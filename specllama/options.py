@@ -21,30 +21,41 @@ Command = Callable[..., None]
 _BIAS = re.compile(r"(\d+)([+-](?:\d+(?:\.\d*)?|\.\d+|inf))")
 
 
-def _count(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
-    """A number of tokens; "none" and -1 mean no limit."""
-    if value.lower() == "none":
+def parse_count(text: str) -> int:
+    """A number of tokens; "none" and -1 mean no limit. Raises ValueError."""
+    if text.lower() == "none":
         return -1
     try:
-        count = int(value)
+        count = int(text)
     except ValueError:
-        raise click.BadParameter(f'{value!r} is no whole number and not "none"') from None
+        raise ValueError(f'{text!r} is no whole number and not "none"') from None
     if count < -1:
-        raise click.BadParameter(f"{count} is below -1 (no limit)")
+        raise ValueError(f"{count} is below -1 (no limit)")
     return count
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    """A token and its bias in llama.cpp's notation: 15043+1, 15043-0.5, 15043-inf. ValueError."""
+    found = _BIAS.fullmatch(text)
+    if found is None:
+        raise ValueError(f"{text!r} is not like 15043+1 or 15043-inf")
+    return int(found[1]), float(found[2])
+
+
+def _count(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
+    try:
+        return parse_count(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _biases(
     _ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float]:
-    """llama.cpp's notation: 15043+1, 15043-0.5, 15043-inf."""
-    biases = {}
-    for value in values:
-        found = _BIAS.fullmatch(value)
-        if found is None:
-            raise click.BadParameter(f"{value!r} is not like 15043+1 or 15043-inf")
-        biases[int(found[1])] = float(found[2])
-    return biases
+    try:
+        return dict(parse_bias(value) for value in values)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def _stops(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> Any:
