@@ -16,25 +16,28 @@ from typing import Any
 from specllama.lm import CachedLM, Request
 from specllama.lookahead import AcceptancePredictor, CostTable
 
-_FORMAT = 1
+_FORMAT = 2
 # Row counts in the order of their use: the first few already show where the steps of most kernels
 # lie, and a model that is too slow for the rest learns it while it runs.
 _ROWS = (1, 4, 2, 8, 3, 5, 16, 6, 12, 9, 17, 7, 10, 13, 64, 32)
 _BASE = 32  # tokens that stand before the measured rows
-_SECONDS = 2.5
+_PASSES = 3
+_SECONDS = 6.0
 
 
 @dataclass
 class Knowledge:
     """What is known of a pair on this machine.
 
-    target, draft: times of a decode by rows. predictor, forecast: what acceptance was like.
+    target, draft: times of a decode by rows. predictor, forecast, worth: what acceptance was like,
+    see `MeasuredLength`.
     """
 
     target: CostTable = field(default_factory=CostTable)
     draft: CostTable = field(default_factory=CostTable)
     predictor: AcceptancePredictor = field(default_factory=AcceptancePredictor)
     forecast: float = 0.7
+    worth: float | None = None
 
 
 def measure(
@@ -46,23 +49,22 @@ def measure(
     seconds: float = _SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
-    """Time decodes of 1 to max_rows rows, twice each, for at most about so many seconds.
+    """Time decodes of 1 to max_rows rows, for at most about so many seconds.
 
+    All numbers of rows take turns, so that a machine that slows down meanwhile slows them all.
     all_logits: whether every row gives logits, as in verification, or only the last.
     """
     begun = clock()
     base = [_token(lm, i) for i in range(min(_BASE, lm.n_ctx - max_rows))]
     if not base:
         return
-    for n_rows in (n for n in _ROWS if n <= max_rows):
-        tokens = [*base, *(_token(lm, i) for i in range(len(base), len(base) + n_rows))]
-        # The first decode of a shape builds its graph; it is not what the next ones cost.
-        for turn in range(3):
+    for _ in range(_PASSES):
+        for n_rows in (n for n in _ROWS if n <= max_rows):
+            rows = [_token(lm, i) for i in range(len(base), len(base) + n_rows)]
             lm.prefill(0, base)
             before = clock()
-            lm.logits([Request(0, tokens, n_rows if all_logits else 1)])
-            if turn:
-                costs.record(n_rows, 1000 * (clock() - before))
+            lm.logits([Request(0, [*base, *rows], n_rows if all_logits else 1)])
+            costs.record(n_rows, 1000 * (clock() - before))
             if clock() - begun > seconds and costs.is_measured:
                 lm.forget(0)
                 return
@@ -93,10 +95,17 @@ def recall(path: Path) -> Knowledge | None:
             CostTable(_timings(stored["draft"])),
             AcceptancePredictor(stored["predictor"]),
             min(1.0, max(0.0, float(stored["forecast"]))),
+            _finite(stored["worth"]),
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         # It is a memo: what cannot be read is measured again.
         return None
+
+
+def _finite(stored: float | None) -> float | None:
+    if stored is not None and not math.isfinite(stored):
+        raise ValueError(f"{stored} is no gain")
+    return stored
 
 
 def _timings(stored: dict[str, list[float]]) -> dict[int, list[float]]:
@@ -116,6 +125,7 @@ def store(path: Path, known: Knowledge) -> None:
         "draft": known.draft.timings(),
         "predictor": known.predictor.state(),
         "forecast": known.forecast,
+        "worth": known.worth,
     }
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):

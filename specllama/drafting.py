@@ -75,14 +75,21 @@ class NullDrafter:
 
 @dataclass(slots=True)
 class _Working:
-    """A draft in the making: `tokens` are the committed ones and then the drafted ones."""
+    """A draft in the making: `tokens` are the committed ones and then the drafted ones.
+
+    skip: how many of the first tokens are not shown to the draft model.
+    """
 
     state: SequenceState
     params: SamplingParams
     limit: int
+    skip: int
     tokens: list[int]
     laws: list[Law]
     failed: bool = False
+
+    def request(self) -> Request:
+        return Request(self.state.slot, self.tokens[self.skip :])
 
     def draft(self) -> Draft:
         drafted = self.tokens[len(self.tokens) - len(self.laws) :]
@@ -104,7 +111,13 @@ class ModelDrafter:
     n_shared: ids below it mean the same in both models; others are never drafted, and a sequence
     that contains one is not shown to the draft model. temperature: the draft's own sampling
     temperature; None takes the target's. At target temperature 0 the draft is greedy too.
+
+    A draft model that was not asked for a while reads only the last tokens of what it missed: its
+    context may be any function of the committed text, and reading it all would cost more than
+    asking it is worth.
     """
+
+    _WINDOW = 64  # tokens
 
     def __init__(
         self,
@@ -117,16 +130,18 @@ class ModelDrafter:
         self.policy = policy
         self._n_shared = n_shared
         self._temperature = temperature
+        self._skipped: dict[int, int] = {}  # by slot: how many first tokens are not shown
 
     def prepare(self, state: SequenceState) -> None:
         """Decode all of the prompt but its last token, if the policy would draft now."""
-        self.policy.start([self._behind(state)])
-        if state.n_left > 1 and self.room(state) > 0 and self.policy.go(0):
+        self._skipped[state.slot] = 0
+        self.policy.start([self.lm.missing(state.slot, state.tokens)])
+        if state.n_left > 1 and self.room(state) > 0 and self.policy.expects(0):
             self.lm.prefill(state.slot, state.tokens[:-1])
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """Draft until the policy, the limit or the draft model's context says stop."""
-        self.policy.start([self._behind(s) for s in sequences])
+        self.policy.start([self._catch_up(s) for s in sequences])
         work = [self._begin(s, limit) for s, limit in zip(sequences, limits, strict=True)]
         active = list(range(len(work)))
         while True:
@@ -139,20 +154,25 @@ class ModelDrafter:
         """Pass the outcome on to the length policy."""
         self.policy.observe(rounds)
 
-    def _behind(self, state: SequenceState) -> int:
-        """Tokens that the draft model has not read, at least the last one."""
-        return max(1, len(state.tokens) - self.lm.n_held(state.slot))
+    def _catch_up(self, state: SequenceState) -> int:
+        """How many tokens the draft model would read now, after what it missed is cut short."""
+        skip = self._skipped.get(state.slot, 0)
+        missing = self.lm.missing(state.slot, state.tokens[skip:])
+        if missing > self._WINDOW:
+            self._skipped[state.slot] = len(state.tokens) - self._WINDOW
+        return min(missing, self._WINDOW)
 
     def _begin(self, state: SequenceState, limit: int) -> _Working:
+        skip = self._skipped.get(state.slot, 0)
         limit = min(limit, self.room(state))
-        return _Working(state, self._params(state.params), limit, list(state.tokens), [])
+        return _Working(state, self._params(state.params), limit, skip, list(state.tokens), [])
 
     def room(self, state: SequenceState) -> int:
         """How many tokens the draft model can propose for a sequence; none that it cannot read."""
         if state.highest >= self._n_shared:
             return 0
         # The last draft token is never decoded here, so k of them need k - 1 cells more.
-        return max(0, self.lm.n_ctx - len(state.tokens) + 1)
+        return max(0, self.lm.n_ctx - len(state.tokens) + self._skipped.get(state.slot, 0) + 1)
 
     def _params(self, params: SamplingParams) -> SamplingParams:
         if self._temperature is None or params.temperature == 0:
@@ -162,7 +182,7 @@ class ModelDrafter:
     def _extend(self, work: Sequence[_Working], active: Sequence[int]) -> list[int]:
         """One more token for each active draft; those that go on."""
         try:
-            rows = self.lm.logits([Request(work[i].state.slot, work[i].tokens) for i in active])
+            rows = self.lm.logits([work[i].request() for i in active])
         except DecodeError:
             for i in active:
                 work[i].failed = True

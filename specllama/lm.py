@@ -245,12 +245,14 @@ class CachedLM:
         begun = time.perf_counter()
         try:
             logits = self._context.decode(batch)
-        except DecodeError:
-            # What a failed decode left behind is unknown.
-            for rows in batch:
-                self._held.pop(rows.slot, None)
-            for rows in batch:
-                self._context.clear(rows.slot)
+        except BaseException as error:
+            # What a failed decode left behind is unknown. An interrupted one leaves the keys and
+            # values of what was held, but a state was being overwritten.
+            if isinstance(error, DecodeError) or not self._context.can_rollback:
+                for rows in batch:
+                    self._held.pop(rows.slot, None)
+                for rows in batch:
+                    self._context.clear(rows.slot)
             raise
         for rows in batch:
             self._held[rows.slot].extend(rows.tokens)

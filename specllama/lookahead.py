@@ -14,10 +14,10 @@ are considered at once.
 
 from __future__ import annotations
 
-import statistics
+import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,6 +37,10 @@ class LengthPolicy(Protocol):
 
     def start(self, behind: Sequence[int]) -> None:
         """Drafting begins; per sequence, how many tokens the draft model has not read yet."""
+        ...
+
+    def expects(self, i: int) -> bool:
+        """Whether drafting is expected to pay, asked before a prompt is read for it."""
         ...
 
     def go(self, i: int) -> bool:
@@ -74,6 +78,10 @@ class FixedLength:
         """Nothing is drafted yet."""
         self._drafted = [0] * len(behind)
 
+    def expects(self, i: int) -> bool:
+        """Unless nothing is drafted at all."""
+        return self.n_tokens > 0
+
     def go(self, i: int) -> bool:
         """Until the fixed number is reached."""
         return self._drafted[i] < self.n_tokens
@@ -91,11 +99,12 @@ class CostTable:
     """Milliseconds of one decode by its number of rows, for one model: a staircase, looked up.
 
     A number of rows that was never measured costs what the next larger measured one does; beyond
-    the largest, time grows in proportion. More rows never cost less.
+    the largest, time grows in proportion. More rows can cost less: kernels that take four rows at
+    a time are slower with three.
     """
 
-    _KEPT = 15  # timings per number of rows; the median of these counts
-    _STALE = 8  # new timings after which the medians are taken again
+    _KEPT = 9  # timings per number of rows
+    _STALE = 4  # new timings after which the steps are taken again
 
     def __init__(self, timings: Mapping[int, Sequence[float]] | None = None) -> None:
         self._timings = {
@@ -106,7 +115,7 @@ class CostTable:
 
     def record(self, rows: int, ms: float) -> None:
         """One more measured decode."""
-        known = rows in self._timings
+        known = len(self._timings.get(rows, ())) >= self._STALE
         self._timings.setdefault(rows, deque(maxlen=self._KEPT)).append(ms)
         self._new += 1 if known else self._STALE
 
@@ -120,25 +129,23 @@ class CostTable:
         if rows <= 0:
             return 0.0
         if self._new >= self._STALE:
-            self._refresh()
+            self._steps = [(n, _typical(self._timings[n])) for n in sorted(self._timings)]
+            self._new = 0
         for measured, ms in self._steps:
             if rows <= measured:
                 return ms
         largest, ms = self._steps[-1]
         return ms * rows / largest
 
-    def _refresh(self) -> None:
-        # From the right: other work on the machine only ever adds to a time, so where a smaller
-        # number of rows seems dearer, it is the one that was disturbed.
-        steps, ceiling = [], float("inf")
-        for rows in sorted(self._timings, reverse=True):
-            ceiling = min(ceiling, statistics.median(self._timings[rows]))
-            steps.append((rows, ceiling))
-        self._steps, self._new = steps[::-1], 0
-
     def timings(self) -> dict[int, list[float]]:
         """What is kept, for storing; the constructor takes it back."""
         return {rows: list(values) for rows, values in sorted(self._timings.items())}
+
+
+def _typical(times: Iterable[float]) -> float:
+    """The lower quartile: other work on the machine only ever adds to a time."""
+    ordered = sorted(times)
+    return ordered[len(ordered) // 4]
 
 
 class AcceptancePredictor:
@@ -199,10 +206,13 @@ class AcceptancePredictor:
 class Budget:
     """What one more row of the target's decode costs in tokens, at the pace of recent rounds.
 
-    One for all drafters of a loop: a row is a row, whoever asks for it. clock: seconds.
+    One for all drafters of a loop: a row is a row, whoever asks for it. Now and then a round is
+    left without drafts, so that the time of plain decoding, which all is measured against, stays
+    fresh. clock: seconds.
     """
 
-    _DECAY = 0.95
+    _DECAY = 0.97
+    _REST_AFTER = 64  # rounds with drafts; the gain of one in so many is lost
 
     def __init__(self, costs: CostTable, clock: Callable[[], float] = time.perf_counter) -> None:
         self.costs = costs
@@ -210,6 +220,7 @@ class Budget:
         self._tokens = self._ms = 0.0
         self._begun = 0.0
         self._n_sequences = 1
+        self._since_rest = 0
         self.rows = 1
         self.last_ms = 0.0
 
@@ -224,9 +235,15 @@ class Budget:
 
     def finish(self, n_tokens: int) -> None:
         """The round is over and gave so many tokens."""
+        self._since_rest = self._since_rest + 1 if self.rows > self._n_sequences else 0
         self.last_ms = 1000 * (self._clock() - self._begun)
         self._tokens = self._DECAY * self._tokens + n_tokens
         self._ms = self._DECAY * self._ms + self.last_ms
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether this round is one without drafts."""
+        return self._since_rest >= self._REST_AFTER
 
     @property
     def rate(self) -> float:
@@ -243,11 +260,11 @@ class Budget:
     ) -> tuple[float, int]:
         """How many draft tokens gain most: (tokens gained net of the time's worth, how many).
 
-        chances: that the first m of them survive, for m = 1, 2, ...; drafting_ms(m): time to draft
-        m. (0.0, 0) when none gains.
+        chances: that the first m of them survive, for m = 1, 2, ..., at least one; drafting_ms(m):
+        time to draft m. The gain is negative when none pays.
         """
         rate, worth = self.rate, 0.0
-        best, at = 0.0, 0
+        best, at = -math.inf, 0
         for m, chance in enumerate(chances, 1):
             worth += chance
             gain = worth - rate * (drafting_ms(m) + self.extra_ms(m))
@@ -259,19 +276,29 @@ class Budget:
 class MeasuredLength:
     """Drafts while the expected gain in tokens exceeds what its time is worth.
 
-    draft: times of the draft model's decode by rows. limit: most draft tokens of a round. While no
-    draft pays, a round with one draft token is tried now and then, so seldom that it takes
-    little more than a hundredth of the time; and not at all when even perfect drafts could not pay.
+    draft: times of the draft model's decode by rows. worth: tokens that a look at the draft gained
+    lately, None before the first. limit: most draft tokens of a round.
+
+    A look is one step of the draft model, whose law then tells whether its token is worth a row. It
+    is worth more than the acceptance alone says, since a doubtful token is not submitted. While
+    looks do not pay they are taken as seldom as keeps what they are expected to lose at about a
+    hundredth of the time: often when they nearly pay, hardly ever when the draft is useless, and
+    not at all when even perfect drafts could not pay.
     """
 
     _PROBE_SHARE = 0.012
     _AHEAD = 16  # tokens considered at once: two steps of the widest kernels
-    # A label's weight in the forecast: of the last fifty or so, and more while there are fewer.
-    _LEAST_WEIGHT = 0.02
-    _PRIOR_LABELS = 4
+    # The weight of a label in the forecast and of a look in the worth: the mean of the last
+    # hundred labels or thirty looks, and more while there are fewer.
+    _LABEL_WEIGHT, _LOOK_WEIGHT = 0.01, 0.03
+    _PRIOR = 4
     # Tokens that the draft missed are read once and then serve many rounds.
-    _AMORTISED = 32
+    _AMORTISED = 64
     _UNMEASURED = 3  # draft tokens until there are times to go by
+    # Looks in a row that submit nothing, after which a probe submits all the same: the predictor
+    # learns only from what is verified.
+    _UNHEARD = 4
+    _MOST_SAVED_MS = 2000.0
 
     def __init__(
         self,
@@ -279,15 +306,18 @@ class MeasuredLength:
         draft: CostTable,
         predictor: AcceptancePredictor | None = None,
         forecast: float = 0.7,
+        worth: float | None = None,
         limit: int = MAX_DRAFT_TOKENS,
     ) -> None:
         self.budget, self.draft = budget, draft
         self.predictor = predictor or AcceptancePredictor()
         self.forecast = forecast  # acceptance of a token whose law is not known yet
-        self._n_labels = 0
+        self.worth = worth
+        self.is_on = True  # whether drafting paid when it was last asked
+        self._n_labels = self._n_looks = self._unheard = 0
         self._limit = limit
-        self._since_probe_ms = 0.0
-        self._probing = False
+        self._saved_ms = 0.0  # for probing
+        self._probing = self._forced = False
         self._behind: list[int] = []
         self._survival: list[float] = []
         self._features: list[list[Floats]] = []
@@ -302,39 +332,68 @@ class MeasuredLength:
         self._behind = list(behind)
         self._survival = [1.0] * len(behind)
         self._features = [[] for _ in behind]
-        self._probing = False
+        self._probing = self._forced = False
 
     def expected(self, i: int) -> float:
         """Tokens that drafting is expected to gain for a sequence, net of its time."""
-        gain, _ = self.budget.best(self._chances(i, None), lambda m: self._drafting_ms(i, m))
+        step = self.draft.ms(1)
+        gain, _ = self.budget.best(self._chances(i, None), lambda m: m * step)
+        if not self._features[i]:
+            if self.worth is not None:
+                gain = max(gain, self.worth)
+            gain -= self.budget.rate * self._catching_up_ms(i) / self._AMORTISED
         return gain
 
+    def expects(self, i: int) -> bool:
+        """Whether drafting is expected to pay, the reading included; so without measured times."""
+        return not self.is_measured or self.expected(i) > 0
+
     def go(self, i: int) -> bool:
-        """Whether some number of further draft tokens is expected to pay."""
+        """Whether some number of further draft tokens is expected to pay, or to teach."""
         depth = len(self._features[i])
-        if depth >= self._limit or self._probing:
+        if depth >= self._limit or self._forced:
             return False
         if not self.is_measured:
             return depth < self._UNMEASURED
-        if self.expected(i) > 0:
-            return True
-        if depth == 0 and len(self._survival) == 1 and self._may_probe():
-            self._probing = True
-            return True
-        return False
+        if depth == 0 and self.budget.is_resting:
+            return False
+        gain = self.expected(i)
+        if depth == 0:
+            self.is_on = gain > 0
+        return gain > 0 or (depth == 0 and i == 0 and self._may_probe(gain))
 
     def submit(self, i: int, shape: Callable[[], Law]) -> bool:
         """Whether the token pays for its row, now that the law at its position is known."""
         features = self.predictor.features(shape(), len(self._features[i]))
         chance = self.predictor.predict(features)
-        if not self._probing and self.is_measured:
+        if self.is_measured:
             step = self.draft.ms(1)
             gain, _ = self.budget.best(self._chances(i, chance), lambda m: (m - 1) * step)
-            if gain <= 0:
+            if not self._features[i]:
+                self._looked(max(0.0, gain) - self.budget.rate * step)
+            if gain <= 0 and not self._insists(gain):
                 return False
         self._features[i].append(features)
         self._survival[i] *= chance
+        self._unheard = 0
         self.budget.take(1)
+        return True
+
+    def _looked(self, gain: float) -> None:
+        """Remember what a look was worth in tokens, net of its time."""
+        self._n_looks += 1
+        self._unheard += 1
+        # The first looks were judged by a predictor that knew little: they are forgotten sooner.
+        weight = max(self._LOOK_WEIGHT, 2.5 / (self._n_looks + 2 * self._PRIOR))
+        self.worth = gain if self.worth is None else self.worth + weight * (gain - self.worth)
+
+    def _insists(self, gain: float) -> bool:
+        """Whether a token that does not seem to pay is submitted, to learn whether that is so."""
+        if not self._probing or self._unheard <= self._UNHEARD:
+            return False
+        # It may overdraw: further probes wait until it is paid back.
+        self._saved_ms += gain / self.budget.rate
+        self._forced = True
         return True
 
     def _chances(self, i: int, first: float | None) -> list[float]:
@@ -345,33 +404,35 @@ class MeasuredLength:
             chances.append(survival)
         return chances
 
-    def _drafting_ms(self, i: int, m: int) -> float:
-        """Time to draft m further tokens, the first of which also reads what was missed."""
-        step = self.draft.ms(1)
-        if self._features[i]:
-            return m * step
-        missed = max(0.0, self.draft.ms(self._behind[i]) - step) / self._AMORTISED
-        return m * step + missed
+    def _catching_up_ms(self, i: int) -> float:
+        """Time that the first step takes longer, because it reads what the draft missed."""
+        return max(0.0, self.draft.ms(self._behind[i]) - self.draft.ms(1))
 
-    def _may_probe(self) -> bool:
-        """Whether a perfect draft would pay, and a probe has been saved up for."""
-        perfect = [1.0] * min(self._AHEAD, self._limit)
+    def _may_probe(self, gain: float) -> bool:
+        """Whether a perfect draft would pay, and what the look will lose has been saved up."""
         step = self.draft.ms(1)
+        perfect = [1.0] * min(self._AHEAD, self._limit)
         if self.budget.best(perfect, lambda m: m * step)[0] <= 0:
             return False
-        cost = self.draft.ms(max(1, self._behind[0])) + self.budget.extra_ms(1)
-        return cost <= self._PROBE_SHARE * self._since_probe_ms
+        # A look that says no loses its own step; submitting is decided after it.
+        loss = min(-gain / self.budget.rate, step) + self._catching_up_ms(0)
+        if loss > self._saved_ms:
+            return False
+        self._saved_ms -= loss
+        self._probing = True
+        return True
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from the verified positions. Rounds are those of the last `start`, in its order."""
-        ms = self.budget.last_ms
-        self._since_probe_ms = 0.0 if self._probing else self._since_probe_ms + ms
+        if not self._probing:
+            saved = self._saved_ms + self._PROBE_SHARE * self.budget.last_ms
+            self._saved_ms = min(saved, self._MOST_SAVED_MS)
         for outcome, features in zip(rounds, self._features, strict=True):
             for p, q, x in zip(outcome.target_laws, outcome.draft.laws, features, strict=False):
                 label = overlap(p, q)
                 self.predictor.learn(x, label)
                 self._n_labels += 1
-                weight = max(self._LEAST_WEIGHT, 1 / (self._n_labels + self._PRIOR_LABELS))
+                weight = max(self._LABEL_WEIGHT, 1 / (self._n_labels + self._PRIOR))
                 self.forecast += weight * (label - self.forecast)
 
     def break_even(self) -> float:

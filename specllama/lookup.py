@@ -115,15 +115,16 @@ class LookupDrafter:
         """(tokens expected to be gained, the proposal, its bucket); empty when it does not pay."""
         text = self._text(state)
         length, end = text.match()
-        if length < self.shortest or not self.budget.costs.is_measured:
+        if length < self.shortest or not self.budget.costs.is_measured or self.budget.is_resting:
             return 0.0, [], None
         bucket = max(i for i, least in enumerate(self._BUCKETS) if length >= least)
         accepted, rejected = self._counts[bucket]
         chance = accepted / (accepted + rejected)
         most = min(limit, self._limit, 4 * length, len(text.tokens) - end)
         gain, count = self.budget.best([chance**m for m in range(1, most + 1)], lambda m: 0.0)
-        if count == 0:
+        if gain <= 0:
             self._forgive(bucket)
+            return 0.0, [], bucket
         return gain, text.tokens[end : end + count], bucket
 
     def _forgive(self, bucket: int) -> None:

@@ -78,11 +78,13 @@ def measured(
             guesses, "lookup", budget, save=lambda: calibration.store(memo, known)
         )
     draft.on_decode = _recorder(known.draft, only_full=False)
-    policy = MeasuredLength(budget, known.draft, known.predictor, known.forecast, limit)
+    policy = MeasuredLength(
+        budget, known.draft, known.predictor, known.forecast, known.worth, limit
+    )
     model = ModelDrafter(draft, policy, n_shared, temperature)
 
     def save() -> None:
-        known.forecast = policy.forecast
+        known.forecast, known.worth = policy.forecast, policy.worth
         calibration.store(memo, known)
 
     at_length = partial(fixed, draft, n_shared, temperature=temperature)
@@ -122,8 +124,8 @@ def verdict(policy: MeasuredLength) -> str | None:
     times = f"a draft token takes {step:.1f} ms and a target token {plain_ms:.1f} ms"
     if pays_from > 1:
         return f"the draft model is off: {times}, so that even perfect drafts would not pay"
-    state = "on" if policy.forecast >= pays_from else "off"
+    state = "on" if policy.is_on else "off"
     return (
-        f"the draft model is {state}: {times}, so drafting pays from an acceptance of "
+        f"the draft model is {state}: {times}, so drafting pays from an acceptance of about "
         f"{100 * pays_from:.0f} %, and it is {100 * policy.forecast:.0f} % now"
     )

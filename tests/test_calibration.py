@@ -27,7 +27,7 @@ def test_decodes_of_each_number_of_rows_are_timed(all_logits: bool) -> None:
     costs = CostTable()
     calibration.measure(model, costs, 17, all_logits=all_logits)
     assert set(costs.timings()) == {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 13, 16, 17}
-    assert all(len(times) == 2 for times in costs.timings().values())
+    assert all(len(times) == 3 for times in costs.timings().values())
     measured = [batch[0] for batch in context.decodes if batch[0][1] > 0]
     assert all(logits == (rows if all_logits else 1) for rows, logits in measured)
     assert sorted({rows for rows, _ in measured}) == sorted(costs.timings())
@@ -51,7 +51,7 @@ def test_small_contexts_are_no_problem(n_ctx: int) -> None:
 
 def knowledge() -> Knowledge:
     predictor = AcceptancePredictor()
-    known = Knowledge(CostTable({1: [3.0, 4.0], 4: [5.0]}), CostTable({1: [1.0]}), predictor, 0.4)
+    known = Knowledge(CostTable({1: [3.0, 4.0], 4: [5.0]}), CostTable({1: [1.0]}), predictor, 0.4, -0.1)
     predictor.learn(predictor.features(Law(np.array([0.6, 0.4])), 0), 0.3)
     return known
 
@@ -65,17 +65,17 @@ def test_what_is_stored_is_recalled(tmp_path: Path) -> None:
     assert again.target.timings() == known.target.timings()
     assert again.draft.timings() == known.draft.timings()
     assert again.predictor.state() == known.predictor.state()
-    assert again.forecast == 0.4
+    assert (again.forecast, again.worth) == (0.4, -0.1)
     assert [p.name for p in path.parent.iterdir()] == ["memo.json"]
 
 
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{", "[]", "null", '{"format": 99}', '{"format": 1}', '{"format": 1, "target": 3}'),
-        '{"format": 1, "target": {"1": []}, "draft": {}, "predictor": {}, "forecast": 0.5}',
-        '{"format": 1, "target": {"1": [NaN]}, "draft": {}, "predictor": {}, "forecast": 0.5}',
-        '{"format": 1, "target": {}, "draft": {}, "forecast": 0.5,'
+        *("", "{", "[]", "null", '{"format": 99}', '{"format": 2}', '{"format": 2, "target": 3}'),
+        '{"format": 2, "target": {"1": []}, "draft": {}, "predictor": {}, "forecast": 0.5, "worth": null}',
+        '{"format": 2, "target": {"1": [NaN]}, "draft": {}, "predictor": {}, "forecast": 0.5, "worth": null}',
+        '{"format": 2, "target": {}, "draft": {}, "forecast": 0.5, "worth": 0.1,'
         ' "predictor": {"weights": [1], "covariance": [[1]]}}',
     ],
 )

@@ -184,6 +184,9 @@ class Scripted:
     def start(self, behind: Sequence[int]) -> None:
         self.depths = [0] * len(behind)
 
+    def expects(self, i: int) -> bool:
+        return self._go(0)
+
     def go(self, i: int) -> bool:
         return self._go(self.depths[i])
 
@@ -246,10 +249,15 @@ def measured_drafter(kind: str, draft: Table | Noisy, chance: float) -> Callable
         policy = MeasuredLength(budget, CostTable({1: [1.5], 2: [2]}), forecast=chance, limit=3)
         model = ModelDrafter(toy_lm(draft), policy, draft.n_vocab)
         lookup = LookupDrafter(budget, limit=2)
-        lookup.shortest = 1  # histories are short here
+        # Histories are short here.
+        lookup.shortest, budget._REST_AFTER = 1, 2
+        model._WINDOW = 1 if kind == "model that sees little" else 2
         made: dict[str, Drafter] = {
-            "model": model, "lookup": lookup, "both": BestDrafter(lookup, model, policy),
-        }  # fmt: skip
+            "model": model,
+            "model that sees little": model,
+            "lookup": lookup,
+            "both": BestDrafter(lookup, model, policy),
+        }
         drafter = made[kind]
         drafter.budget = budget  # type: ignore[attr-defined]
         return drafter
@@ -258,7 +266,7 @@ def measured_drafter(kind: str, draft: Table | Noisy, chance: float) -> Callable
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["model", "lookup", "both"])
+@pytest.mark.parametrize("kind", ["model", "model that sees little", "lookup", "both"])
 @pytest.mark.parametrize("chance", [0.4, 0.8])
 def test_lengths_and_sources_by_measured_worth(verify: Verifier, kind: str, chance: float) -> None:
     target = Table(2, seed=8)
