@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import TracebackType
 
 from specllama.acceptance import VERIFIERS, Round
@@ -116,8 +117,10 @@ class Pair:
     verifier: "block", "token" or "coupled"; None is coupled where an answer's seed is named, so
     that the text is a function of the seed, and block elsewhere. n_tokens: ids from here on are
     padding and never emitted. draft, draft_tokenizer: the draft model that is loaded, whether the
-    drafter uses it or not. chat_template: the target's own, where its file has one. notices: what
-    the user should know of how this pair runs. close: frees it all.
+    drafter uses it or not. n_tokens_draft: as n_tokens, of the draft. chat_template: the target's
+    own, where its file has one. files: of the target and, if it was asked for, of the draft. auto:
+    makes the speculation that decides by measurement, for a pair that was loaded with another.
+    notices: what the user should know of how this pair runs. close: frees it all.
     """
 
     def __init__(
@@ -130,7 +133,10 @@ class Pair:
         n_tokens: int,
         draft: CachedLM | None = None,
         draft_tokenizer: Tokenizer | None = None,
+        n_tokens_draft: int | None = None,
         chat_template: str | None = None,
+        files: Sequence[Path] = (),
+        auto: Callable[[], Speculation] | None = None,
         notices: Sequence[str] = (),
         close: Callable[[], None] = lambda: None,
     ) -> None:
@@ -139,7 +145,10 @@ class Pair:
         self.speculation = speculation
         self.draft = draft
         self.draft_tokenizer = draft_tokenizer
+        self.n_tokens_draft = n_tokens_draft
         self.chat_template = chat_template
+        self.files = tuple(files)
+        self.auto = auto
         self.notices = tuple(notices)
         self._verifier = verifier
         self._n_tokens = n_tokens

@@ -132,7 +132,7 @@ def load(
         refusal = rollback_refusal(target, "target")
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
-        draft_lm, draft_tokenizer, shared = None, None, 0
+        draft_lm, draft_tokenizer, n_tokens_draft, shared = None, None, None, 0
         if files.draft is not None and not refusal:
             small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
             shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
@@ -141,17 +141,23 @@ def load(
             if size:
                 draft_lm = CachedLM(stack.enter_context(open_context(small, size, *decoding)))
                 draft_tokenizer = small.tokenizer
+                n_tokens_draft = vocabulary.real_tokens(small.tokenizer)
         target_lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *decoding)))
+        memo = memo_path(files, decoding, (gpu_layers, gpu_layers_draft))
         speculation = _speculation(
-            target_lm,
-            draft_lm,
-            shared,
-            memo_path(files, decoding, (gpu_layers, gpu_layers_draft)),
-            drafter,
-            draft_tokens,
-            draft_temperature,
+            target_lm, draft_lm, shared, memo, drafter, draft_tokens, draft_temperature
         )
         stack.callback(speculation.save)
+        closing = stack.pop_all()
+
+        def auto() -> tuning.Speculation:
+            kind = "lookup" if drafter == "none" else drafter
+            what_pays = _speculation(
+                target_lm, draft_lm, shared, memo, kind, None, draft_temperature
+            )
+            closing.callback(what_pays.save)
+            return what_pays
+
         return Pair(
             target_lm,
             target.tokenizer,
@@ -160,9 +166,12 @@ def load(
             n_tokens=vocabulary.real_tokens(target.tokenizer),
             draft=draft_lm,
             draft_tokenizer=draft_tokenizer,
+            n_tokens_draft=n_tokens_draft,
             chat_template=target.chat_template,
+            files=tuple(path for path in (files.target, files.draft) if path is not None),
+            auto=auto,
             notices=notices,
-            close=stack.pop_all().close,
+            close=closing.close,
         )
 
 

@@ -53,6 +53,11 @@ ARROWS: dict[str, set[str]] = {
     "__init__": {"loading", "generation", "acceptance", "sampling"},
     "bench_report": {"bench", "bench_stand", "comparison", "loading", "lookahead", "__init__"},
     "bench_plot": {"bench_report", "bench_stand", "comparison"},
+    "thinking": set(),
+    "prompts": set(),
+    "turns": {"prompts", "thinking", "generation", "lm"},
+    "speakers": {"tuning", "generation", "drafting", "lookahead", "lm"},
+    "conversation": {"prompts", "turns", "speakers", "generation", "sampling"},
     "options": {"loading", "generation", "sampling"},
     "answers": {"generation"},
     "cli_bench": {
