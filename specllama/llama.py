@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specllama import header, memory
+from specllama import header, interrupts, memory
 from specllama.errors import (
     DecodeError,
     ModelError,
@@ -52,6 +52,7 @@ logging.getLogger("specllama").addHandler(logging.NullHandler())
 
 _LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
 _CONTINUES = 5
+_ABORTED = 2  # what llama_decode returns when the abort callback said so
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _DIGEST = 32  # bytes
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
@@ -479,6 +480,12 @@ class Context(_Closing):
         params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
         params.type_k = params.type_v = _cache_type(kv_type)
         params.flash_attn_type = -1 if flash_attention is None else int(flash_attention)
+        # Python must not run between any two nodes of the graph, so the callback is C's strlen: it
+        # reads a length of 0, false, until an interrupt writes a byte before the terminating one.
+        self._stop = bytearray(2)
+        self._stop_address = (ctypes.c_char * 2).from_buffer(self._stop)
+        params.abort_callback = _never_python()
+        params.abort_callback_data = ctypes.addressof(self._stop_address)
         if threads is not None:
             params.n_threads = params.n_threads_batch = threads
         if threads_batch is not None:
@@ -504,18 +511,33 @@ class Context(_Closing):
     def decode(self, batch: Sequence[Any]) -> list[NDArray[np.float32]]:
         """Decode all rows in one call; see `specllama.lm.Context`.
 
-        Raises DecodeError, after which the touched sequences hold something unknown.
+        Raises DecodeError, after which the touched sequences hold something unknown. Within
+        `specllama.interrupts.interruptible` a signal ends it at once with what its handler raises;
+        then a context that can roll back holds what it held, perhaps with some of the rows.
         """
         self._check_size(batch)
         try:
             filled = self._batch.fill(batch)
         except OverflowError as error:
             raise DecodeError(f"{self.name}: a token id is out of range ({error})") from None
-        with self._native.calling():
-            code = lib.llama_decode(self._handle, filled)
+        while (code := self._evaluate(filled)) == _ABORTED:
+            # A signal came, and its handler raised nothing: the answer goes on.
+            if not self.can_rollback:
+                raise DecodeError(f"{self.name}: a signal stopped the evaluation; ask again")
+            for rows in batch:
+                self.truncate(rows.slot, rows.start)
         if code != 0:
             raise self._decode_failure(code)
         return self._logits(batch)
+
+    def _evaluate(self, filled: Any) -> int:
+        """The return code of one decode."""
+        with self._native.calling():
+            try:
+                interrupts.begin(self._stop)
+                return int(lib.llama_decode(self._handle, filled))
+            finally:
+                interrupts.end()
 
     def _check_size(self, batch: Sequence[Any]) -> None:
         """llama.cpp would end the process at some of what is refused here."""
@@ -536,8 +558,6 @@ class Context(_Closing):
     def _decode_failure(self, code: int) -> DecodeError:
         if code == 1:
             return DecodeError(f"{self.name}: the KV cache is full; use a larger --ctx-size")
-        if code == 2:
-            return DecodeError(f"{self.name}: the evaluation was stopped; ask again")
         cause = self._native.cause() or "no reason given"
         return DecodeError(
             f"{self.name}: llama.cpp could not evaluate a batch (code {code}: {cause}); "
@@ -589,7 +609,7 @@ class Context(_Closing):
             written = lib.llama_state_seq_get_data(self._handle, _bytes_of(state), size, slot)
         if size == 0 or written != size:
             raise StateError(f"{self.name}: its state cannot be saved; go on without it")
-        return b"".join((self._mark, hashlib.blake2b(state, digest_size=_DIGEST).digest(), state))
+        return b"".join((self._mark, _digest(state.data), state.data))
 
     def restore(self, slot: int, data: bytes) -> None:
         """Let the slot hold what `save` gave; the mark tells models of one shape not apart.
@@ -602,7 +622,7 @@ class Context(_Closing):
         if data[:_DIGEST] != self._mark:
             raise self._unusable("it was saved with another model, cache type or llama-cpp-python")
         digest, state = data[_DIGEST : 2 * _DIGEST], np.frombuffer(data, np.uint8)[2 * _DIGEST :]
-        if digest != hashlib.blake2b(state, digest_size=_DIGEST).digest():
+        if digest != _digest(state.data):
             raise self._unusable("it is incomplete or damaged")
         self.clear(slot)  # an empty state would leave what is there
         with self._native.calling():
@@ -625,11 +645,22 @@ class Context(_Closing):
         return self._memory
 
 
+@functools.cache
+def _never_python() -> Any:
+    """C's strlen as a callback that takes an address and gives a truth value."""
+    library = ctypes.CDLL("msvcrt" if os.name == "nt" else None)
+    return ctypes.cast(library.strlen, lib.ggml_abort_callback)
+
+
 def _state_mark(model: Model, kv_type: str) -> bytes:
     """What a saved state must share with the context that takes it. [_DIGEST bytes]"""
     shape = (model.description, model.n_bytes, model.n_embd, model.n_layer, model.cache_kind)
     text = repr((lib.__version__, kv_type, model.tokenizer.n_vocab, *shape))
-    return hashlib.blake2b(text.encode("utf-8"), digest_size=_DIGEST).digest()
+    return _digest(text.encode("utf-8"))
+
+
+def _digest(data: bytes | memoryview) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()
 
 
 def _bytes_of(array: NDArray[np.uint8]) -> Any:

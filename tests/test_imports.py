@@ -35,7 +35,8 @@ ARROWS: dict[str, set[str]] = {
     },
     "header": set(),
     "memory": set(),
-    "llama": {"header", "memory"},
+    "interrupts": set(),
+    "llama": {"header", "interrupts", "memory"},
     "registry": set(),
     "loading": {
         *("llama", "registry", "vocabulary", "lm"),

@@ -201,6 +201,34 @@ def test_an_interrupt_at_any_moment_leaves_the_function_right() -> None:
     assert when > 15
 
 
+class Overwriting(ToyContext):
+    """A state without positions, which an interrupted decode leaves as something else."""
+
+    interrupt = False
+
+    def __init__(self) -> None:
+        super().__init__(MODEL, 5, can_rollback=False)
+
+    def decode(self, batch: Sequence[Rows]) -> list[LogitRows]:
+        if not self.interrupt:
+            return super().decode(batch)
+        for rows in batch:
+            self.slots[rows.slot] = [0] * len(self.slots[rows.slot])
+        raise KeyboardInterrupt
+
+
+def test_an_interrupted_state_is_not_trusted_though_its_length_is_right() -> None:
+    toy = Overwriting()
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    toy.interrupt = True
+    with pytest.raises(KeyboardInterrupt):
+        lm.logits([Request(0, [1, 2, 3, 4])])
+    toy.interrupt = False
+    [rows] = lm.logits([Request(0, [1, 2, 3, 4])])
+    assert np.array_equal(rows, expected([1, 2, 3, 4], 1))
+
+
 def test_what_is_held_is_what_the_context_holds_after_random_requests() -> None:
     rng = random.Random(7)
     toy = context(n_batch=6)
