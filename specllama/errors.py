@@ -24,6 +24,10 @@ class ModelError(SpecllamaError):
     exit_code = 3
 
 
+class HubError(SpecllamaError):
+    """The Hugging Face hub gave no file: no network, no permission, no such name, damage."""
+
+
 class RollbackError(SpecllamaError):
     """A context refused to forget tokens, so what it holds is unknown."""
 

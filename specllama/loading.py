@@ -12,9 +12,10 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from specllama import calibration, llama, registry, tuning, vocabulary
+from specllama import calibration, hub, llama, registry, sources, tuning, vocabulary
 from specllama.acceptance import VERIFIERS
-from specllama.errors import UsageError
+from specllama.errors import ModelError, UsageError
+from specllama.folders import cache_folder
 from specllama.generation import Pair
 from specllama.lm import CachedLM
 from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength
@@ -31,10 +32,14 @@ MAX_THREADS = 512  # llama.cpp crashes far above its own limit instead of refusi
 
 @dataclass(frozen=True)
 class Files:
-    """The model files of a pair; draft is None when only the target is asked for."""
+    """The model files of a pair; draft is None when only the target is asked for.
+
+    chat_template: Jinja text of the registry that replaces the target's own, if it has one.
+    """
 
     target: Path
     draft: Path | None
+    chat_template: str | None = None
 
 
 def find_files(
@@ -46,34 +51,60 @@ def find_files(
     need_draft: bool = True,
     announce: Callable[[str], None] = log.info,
 ) -> Files:
-    """The files of a named pair, or those given by path; the default pair when neither is named.
+    """The files of a named pair, or those that are given; the default pair when nothing is named.
 
+    model, draft: a path, `hf:owner/name/file.gguf`, or a pair's name for its target or draft.
     models: another registry file. need_draft: whether the draft is looked for at all. announce:
     told what takes a while, such as requantising.
     Raises UsageError for a contradiction, ModelError for a file that is not there.
     """
-    if model is not None:
-        if pair is not None:
-            raise UsageError("name either a pair or a model file, not both")
-        return Files(Path(model), Path(draft) if draft is not None and need_draft else None)
-    if draft is not None and pair is None:
+    if model is not None and pair is not None:
+        raise UsageError("name either a pair or a model file, not both")
+    if draft is not None and model is None and pair is None:
         raise UsageError("a draft model needs a target; name it with --model, or name a --pair")
-    found = registry.load_registry(None if models is None else Path(models))
-    spec = found.pair(pair or DEFAULT_PAIR)
-    target = _prepare(spec.target, announce)
-    if not need_draft:
-        return Files(target, None)
-    return Files(target, _prepare(spec.draft, announce) if draft is None else Path(draft))
+    where = None if models is None else Path(models)
+    drafting = _given(draft, "draft", where, announce) if draft is not None and need_draft else None
+    if model is not None:
+        return Files(_given(model, "target", where, announce), drafting)
+    spec = registry.load_registry(where).pair(pair or DEFAULT_PAIR)
+    target = prepare(spec.target, announce, spec.name)
+    if need_draft and drafting is None:
+        drafting = prepare(spec.draft, announce, spec.name)
+    return Files(target, drafting, spec.chat_template)
 
 
-def _prepare(source: registry.Source, announce: Callable[[str], None]) -> Path:
-    """The file of a source, requantised first if it has to be."""
-    if not isinstance(source, registry.Requantised):
-        return registry.locate(source)
-    path = registry.cache_path(source)
+def _given(
+    name: str | os.PathLike[str], role: str, models: Path | None, announce: Callable[[str], None]
+) -> Path:
+    """The file that a path, a file on the hub or a pair's name means; a file that exists wins."""
+    text = Path(name).as_posix() if isinstance(name, Path) else os.fspath(name)
+    if text.startswith(sources.HUB_PREFIX) and not os.path.lexists(text):
+        return hub.locate(sources.parse_hub(text))
+    if os.path.lexists(text) or not registry.is_pair_name(text):
+        return Path(name)
+    try:
+        spec = registry.load_registry(models).pair(text)
+    except UsageError as error:
+        raise ModelError(f"there is no file {text}, and {error}") from None
+    return prepare(spec.target if role == "target" else spec.draft, announce, spec.name)
+
+
+def prepare(
+    source: sources.Source, announce: Callable[[str], None] = log.info, pull: str | None = None
+) -> Path:
+    """The file of a source, requantised first if it has to be. Nothing is downloaded.
+
+    pull: what to pull when it is not there, for the message. Raises ModelError.
+    """
+    if isinstance(source, sources.HubFile):
+        return hub.locate(source, pull)
+    if not isinstance(source, sources.Requantised):
+        return sources.locate(source)
+    original = prepare(source.source, announce, pull)
+    path = sources.copy_path(source, original)
     if not path.is_file():
-        announce(f"making {path} once: {registry.describe(source)}")
-        llama.requantise(registry.locate(source.source), path, source.type)
+        announce(f"making {path} once: {sources.describe(source)}")
+        llama.requantise(original, path, source.type)
     return path
 
 
@@ -224,7 +255,7 @@ def memo_path(
         gpu_layers=gpu_layers,
         library=llama.version(),
     )
-    return registry.cache_folder() / "costs" / f"{name}.json"
+    return cache_folder() / "costs" / f"{name}.json"
 
 
 def _notices(target: llama.Model, n_ctx: int, gpu_layers: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the tests share: a cache folder of their own, so that they leave the user's alone."""
+"""What the tests share: folders of their own, so that they leave the user's alone."""
 
 from __future__ import annotations
 
@@ -6,4 +6,8 @@ import os
 
 from tiny import CHECKOUT
 
-os.environ["SPECLLAMA_CACHE"] = str(CHECKOUT / ".cache" / "specllama")
+OWN = CHECKOUT / ".cache" / "specllama"
+
+os.environ["SPECLLAMA_CACHE"] = str(OWN)
+os.environ["SPECLLAMA_CONFIG"] = str(OWN / "config")
+os.environ["HF_HOME"] = str(OWN / "huggingface")

