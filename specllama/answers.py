@@ -63,3 +63,38 @@ def summary(stats: Stats) -> str:
         f"{stats.draft_n_accepted} of {stats.draft_n} drafted tokens accepted "
         f"({100 * stats.acceptance:.0f} %), verifier {stats.verifier}"
     )
+
+
+def status_line(stats: Stats, context: tuple[int, int], plain_ms: float | None) -> str:
+    """One answer of a chat: its length, its speed, what speculation did for it, and the context.
+
+    context: tokens in use, and how many there may be. plain_ms: milliseconds of a token of plain
+    decoding, where that is measured.
+    """
+    used, n_ctx = context
+    parts = [f"{stats.predicted_n} {'token' if stats.predicted_n == 1 else 'tokens'}"]
+    if stats.predicted_ms:
+        parts.append(f"{stats.tokens_per_second:.1f} tokens/s")
+    if stats.draft_n:
+        parts.append(f"{stats.tokens_per_round:.2f} a round")
+        parts.append(f"{100 * stats.acceptance:.0f} % of {stats.draft_n} drafted kept")
+        if plain_ms:
+            worth = stats.tokens_per_second * plain_ms / 1000
+            parts.append(f"about {worth:.1f} times plain decoding")
+    else:
+        parts.append("nothing drafted")
+    return f"[{', '.join(parts)}; context {used} of {n_ctx}]"
+
+
+def details(stats: Stats) -> str:
+    """The statistics in full."""
+    lines = [
+        summary(stats),
+        f"{stats.prompt_cached_n} of the {stats.prompt_n} prompt tokens were still in the cache",
+    ]
+    if stats.by_position:
+        kept = (f"{100 * kept / reached:.0f} %" for reached, kept in stats.by_position if reached)
+        lines.append(f"kept by position in the draft: {', '.join(kept)}")
+        lengths = (f"{count} x {length}" for length, count in sorted(stats.lengths.items()))
+        lines.append(f"rounds by tokens drafted: {', '.join(lengths)}")
+    return "\n".join(lines)

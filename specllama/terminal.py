@@ -1,0 +1,263 @@
+"""The person's end of a chat: a line editor, and what may be shown on a terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specllama import provenance
+from specllama.errors import UsageError
+
+if TYPE_CHECKING:
+    from prompt_toolkit.completion import Completer
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+# A terminal obeys control characters, so a text that holds one shows its picture there instead.
+_HARMLESS = {
+    **{code: chr(0x2400 + code) for code in range(0x20) if chr(code) not in "\n\t"},
+    0x7F: "\u2421",
+    **{code: f"<{code:02X}>" for code in range(0x80, 0xA0)},
+}
+
+
+def harmless(text: str) -> str:
+    """The text with control characters made visible: ESC becomes U+241B, and so on."""
+    return text.translate(_HARMLESS)
+
+
+class Screen:
+    """Standard output for answers, standard error for everything else.
+
+    On a terminal control characters of a text are made visible; a pipe gets them as they are.
+    """
+
+    def __init__(self) -> None:
+        self._answer_terminal = sys.stdout.isatty()
+        self._note_terminal = sys.stderr.isatty()
+
+    def answer(self, text: str) -> None:
+        """Show a piece of an answer at once."""
+        # With color=True click leaves escape sequences in the text alone, wherever it goes.
+        shown = harmless(text) if self._answer_terminal else text
+        click.echo(shown, nl=False, color=True)
+
+    def say(self, message: str) -> None:
+        """Tell something that is no part of an answer."""
+        self._note(harmless(message) if self._note_terminal else message)
+
+    def aside(self, message: str) -> None:
+        """Tell something of less interest, dimmed where there are colours."""
+        if not has_colours():
+            return self.say(message)
+        self._note(f"\x1b[2m{harmless(message)}\x1b[0m")
+
+    def show_provenance(self, answer: provenance.Pieces) -> None:
+        """Tell where the pieces of an answer came from, in colours or with brackets."""
+        if self._note_terminal:
+            answer = [(kind, harmless(text)) for kind, text in answer]
+        mark = provenance.coloured if has_colours() else provenance.bracketed
+        self._note(mark(answer))
+
+    def _note(self, message: str) -> None:
+        # What cannot be told is no reason to lose an answer.
+        with contextlib.suppress(OSError):
+            sys.stdout.flush()
+            click.echo(message, err=True, color=True)
+
+
+def has_colours() -> bool:
+    """Whether standard error is a terminal with colours that the user wants."""
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    return sys.stderr.isatty() and wanted
+
+
+def state_folder() -> Path:
+    """The user's folder for what a program remembers, which may not exist yet."""
+    # The XDG specification tells a reader to ignore a relative path.
+    xdg = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(xdg):
+        return Path(xdg) / "specllama"
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+        return Path(local) / "specllama"
+    home = "~/Library/Application Support" if sys.platform == "darwin" else "~/.local/state"
+    return Path(os.path.expanduser(home)) / "specllama"
+
+
+class LineEditor:
+    """Reads messages from the terminal, several lines when the user wants or pastes them.
+
+    Enter sends; Alt-Enter, or Enter after a backslash, begins a new line; a paste arrives whole.
+    history: the file of earlier messages, None for none. commands: what Tab completes, each with
+    whether a path follows. Use it in a with statement.
+    """
+
+    def __init__(self, history: Path | None, commands: Mapping[str, bool]) -> None:
+        from prompt_toolkit import PromptSession
+        from prompt_toolkit.output import create_output
+        from prompt_toolkit.shortcuts import CompleteStyle
+
+        self._modes = contextlib.ExitStack()
+        self._output: Any = None  # a terminal that can do nothing has a prompt of its own
+        if os.environ.get("TERM", "dumb").lower() not in ("dumb", "unknown"):
+            self._output = create_output()
+            # Where the cursor stands matters for menus only, and a terminal may never say it.
+            self._output.enable_cpr = False
+        self._session: PromptSession[str] = PromptSession(
+            [("bold", "> ")],
+            multiline=True,
+            prompt_continuation="  ",
+            history=_history(history),
+            key_bindings=_bindings(),
+            completer=_completer(commands),
+            complete_while_typing=False,
+            complete_style=CompleteStyle.READLINE_LIKE,
+            enable_suspend=True,
+            enable_open_in_editor=True,
+            output=self._output,
+        )
+
+    def read(self) -> str:
+        """The next message; empty when the user discards a line with Ctrl-C.
+
+        Raises KeyboardInterrupt for Ctrl-C at an empty prompt and EOFError for Ctrl-D there.
+        """
+        try:
+            text = self._session.prompt()
+        finally:
+            self._mark_pastes()
+        return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def _mark_pastes(self) -> None:
+        """Let the terminal mark pastes during the answer too, for the prompt that follows."""
+        if self._output is not None:
+            self._output.enable_bracketed_paste()
+            self._output.flush()
+
+    def _unmark_pastes(self) -> None:
+        if self._output is not None:
+            self._output.disable_bracketed_paste()
+            self._output.flush()
+
+    def __enter__(self) -> LineEditor:
+        """Keep what is typed during an answer, unseen and unbroken, for the next prompt."""
+        self._modes.enter_context(_input_modes(_unechoed))
+        self._modes.callback(self._unmark_pastes)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._modes.close()
+
+    def edit(self, text: str) -> str | None:
+        """Let the user change a text in their own editor; None when they did not save it.
+
+        Raises UsageError when there is no such editor.
+        """
+        self._unmark_pastes()
+        with _input_modes(_ordinary):
+            try:
+                return click.edit(text, extension=".md")
+            except click.ClickException as error:
+                raise UsageError(
+                    f"{error.format_message()}; name an editor in VISUAL or EDITOR"
+                ) from None
+
+
+def _bindings() -> KeyBindings:
+    from prompt_toolkit.enums import DEFAULT_BUFFER
+    from prompt_toolkit.filters import has_focus
+    from prompt_toolkit.key_binding import KeyBindings
+
+    keys = KeyBindings()
+    typing = has_focus(DEFAULT_BUFFER)  # and not searching in the history
+
+    @keys.add("enter", filter=typing)
+    def _send(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        before = buffer.document.text_before_cursor
+        n_backslashes = len(before) - len(before.rstrip("\\"))
+        if n_backslashes % 2 and buffer.document.is_cursor_at_the_end:
+            buffer.delete_before_cursor()
+            buffer.insert_text("\n")
+        else:
+            buffer.validate_and_handle()
+
+    @keys.add("escape", "enter", filter=typing)
+    def _new_line(event: KeyPressEvent) -> None:
+        event.current_buffer.insert_text("\n")
+
+    @keys.add("c-c", filter=typing)
+    @keys.add("<sigint>", filter=typing)
+    def _discard(event: KeyPressEvent) -> None:
+        if event.current_buffer.text:
+            event.app.exit(result="")
+        else:
+            event.app.exit(exception=KeyboardInterrupt)
+
+    return keys
+
+
+def _completer(commands: Mapping[str, bool]) -> Completer:
+    from prompt_toolkit.completion import NestedCompleter, PathCompleter
+
+    paths = PathCompleter(expanduser=True)
+    return NestedCompleter({name: paths if path else None for name, path in commands.items()})
+
+
+def _history(path: Path | None) -> History:
+    """Earlier messages from a file that only the user can read; from memory if it cannot be had."""
+    from prompt_toolkit.history import FileHistory, InMemoryHistory
+
+    class Kept(FileHistory):
+        def store_string(self, string: str) -> None:
+            with contextlib.suppress(OSError):  # the disk may be full by now
+                super().store_string(string)
+
+    if path is None:
+        return InMemoryHistory()
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            return InMemoryHistory()
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600))
+    except OSError:
+        return InMemoryHistory()
+    return Kept(path)
+
+
+@contextlib.contextmanager
+def _input_modes(change: Callable[[Any, list[Any]], None]) -> Iterator[None]:
+    """Change how the terminal treats input, for a while; nothing where there is no termios."""
+    try:
+        import termios
+    except ImportError:  # Windows
+        yield
+        return
+    descriptor = sys.stdin.fileno()
+    before = termios.tcgetattr(descriptor)
+    modes = termios.tcgetattr(descriptor)
+    change(termios, modes)
+    termios.tcsetattr(descriptor, termios.TCSANOW, modes)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(termios.error):  # the terminal may be gone
+            termios.tcsetattr(descriptor, termios.TCSANOW, before)
+
+
+def _unechoed(termios: Any, modes: list[Any]) -> None:
+    """Neither echo input nor cut it into lines; the keyboard can still interrupt."""
+    modes[0] &= ~termios.ICRNL
+    modes[3] &= ~(termios.ECHO | termios.ICANON)
+
+
+def _ordinary(termios: Any, modes: list[Any]) -> None:
+    modes[0] |= termios.ICRNL
+    modes[3] |= termios.ECHO | termios.ICANON
