@@ -1,8 +1,8 @@
-"""The Hugging Face hub: fetch model files into huggingface-hub's own cache, and find them there.
+"""The Hugging Face hub: what it has, and fetching it into huggingface-hub's own cache.
 
-The only file that knows huggingface-hub. Its variables hold: HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE. Nothing gets its final name in the cache before its size and checksum are those of
-the hub: a file arrives in a folder beside, and is moved when it has been read through.
+Its variables hold: HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE. Nothing gets its final name in
+the cache before its size and checksum are those of the hub: a file arrives in a folder beside, and
+is moved when it has been read through.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specllama import pulled
-from specllama.errors import HubError, ModelError
+from specllama.errors import HubError
+from specllama.hub_cache import cache_dir, is_sha256, storage
 from specllama.hub_errors import endpoint, offline, told
-from specllama.sources import HubFile, describe, hub_text, part_names
+from specllama.sources import HubFile, describe, part_names
 
 log = logging.getLogger(__name__)
 
@@ -46,72 +47,6 @@ class Remote:
         return describe(HubFile(self.repo, self.file, self.revision))
 
 
-# --- what is there ---------------------------------------------------------------------------
-
-
-def cache_dir() -> Path:
-    """huggingface-hub's cache folder, which may not exist yet."""
-    from huggingface_hub import constants
-
-    return Path(os.path.abspath(os.path.expanduser(constants.HF_HUB_CACHE)))
-
-
-def find(source: HubFile) -> list[Path | None]:
-    """The files of a model in the cache, first part first, and None for each that is not there.
-
-    The commit that was pulled counts before what the cache knows under the revision's name.
-    """
-    record = pulled.find(source)
-    commits = [record.commit] if record else []
-    found: list[Path | None] = []
-    for revision in [*commits, source.revision]:
-        found = [_cached(source.repo, file, revision) for file in part_names(source.file)]
-        if all(found):
-            break
-    return found
-
-
-def locate(source: HubFile, pull: str | None = None) -> Path:
-    """The file to open for a model; no socket is opened. Raises ModelError when it is not there.
-
-    pull: what to pull, for the message.
-    """
-    files = part_names(source.file)
-    found = find(source)
-    missing = [file for file, path in zip(files, found, strict=True) if path is None]
-    first = found[0]
-    if first is not None and not missing:
-        _require_named_checksum(source, first)
-        return first
-    what = describe(source)
-    if first is not None:
-        what = f"the part {missing[0]} of {what}"
-    command = f"`specllama models pull {pull or hub_text(source)}`"
-    if offline():
-        raise ModelError(
-            f"offline (HF_HUB_OFFLINE is set), and {what} is not in the cache at {cache_dir()}; "
-            f"run {command} while online, or set HF_HOME to the folder that it was fetched to"
-        )
-    raise ModelError(f"{what} is not in the cache at {cache_dir()}; run {command}")
-
-
-def _cached(repo: str, file: str, revision: str) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repo, file, revision=revision, cache_dir=cache_dir())
-    return Path(found) if isinstance(found, str) else None
-
-
-def _require_named_checksum(source: HubFile, path: Path) -> None:
-    """The cache names a large file by its SHA-256, so a wrong one is noticed without reading it."""
-    held = os.path.basename(os.path.realpath(path))
-    if source.sha256 and re.fullmatch(r"[0-9a-f]{64}", held) and held != source.sha256:
-        raise ModelError(
-            f"{path} has the SHA-256 {held}, and the registry wants {source.sha256}; "
-            "correct the registry, or name the revision that it is of"
-        )
-
-
 # --- what the hub has ------------------------------------------------------------------------
 
 
@@ -119,7 +54,7 @@ def look_up(source: HubFile) -> list[Remote]:
     """What the hub says of a model's files, first part first. Raises HubError."""
     remotes = [_head(source, file) for file in part_names(source.file)]
     wanted, had = source.sha256, remotes[0].etag
-    if wanted and len(remotes) == 1 and _is_sha256(had) and had != wanted:
+    if wanted and is_sha256(had) and had != wanted:
         raise HubError(
             f"the hub's {describe(source)} has the SHA-256 {had}, and the registry wants {wanted}; "
             "name the revision that had it, or correct the checksum"
@@ -198,7 +133,7 @@ def fetch(remote: Remote, announce: Callable[[str], None] = log.info) -> bool:
     nothing of the file is left under its name.
     """
     with _locked(remote):
-        blob = _storage(remote) / "blobs" / remote.etag
+        blob = storage(remote.repo) / "blobs" / remote.etag
         fetched = True
         if _has_right_size(remote):
             if _verified(remote) or _checksum_fits(_at(remote), remote):
@@ -217,7 +152,7 @@ def _download(remote: Remote, blob: Path, announce: Callable[[str], None]) -> No
     from huggingface_hub import hf_hub_download
 
     source = HubFile(remote.repo, remote.file, remote.revision)
-    staging = _storage(remote) / _STAGING / remote.etag[:16]
+    staging = storage(remote.repo) / _STAGING / remote.etag[:16]
     if staging.exists():
         announce(f"an earlier download of {remote.name} was cut off; it starts over")
         shutil.rmtree(staging, ignore_errors=True)
@@ -246,7 +181,7 @@ def _link(remote: Remote, blob: Path) -> None:
         blob.unlink()  # where links cannot be made the content was copied
     if remote.revision != remote.commit:
         # As huggingface-hub itself does for a branch or a tag, so that others find the file too.
-        ref = _storage(remote) / "refs" / remote.revision
+        ref = storage(remote.repo) / "refs" / remote.revision
         ref.parent.mkdir(parents=True, exist_ok=True)
         ref.write_text(remote.commit, encoding="utf-8")
 
@@ -265,13 +200,9 @@ def _require_intact(path: Path, remote: Remote) -> None:
     )
 
 
-def _is_sha256(etag: str) -> bool:
-    return bool(re.fullmatch(r"[0-9a-f]{64}", etag))
-
-
 def _checksum_fits(path: Path, remote: Remote) -> bool:
     """Whether a file has the hub's checksum: SHA-256, or Git's own of a file that is not in LFS."""
-    if _is_sha256(remote.etag):
+    if is_sha256(remote.etag):
         digest = hashlib.sha256()
     elif re.fullmatch(r"[0-9a-f]{40}", remote.etag):
         digest = hashlib.sha1(f"blob {remote.size}\0".encode(), usedforsecurity=False)
@@ -283,14 +214,10 @@ def _checksum_fits(path: Path, remote: Remote) -> bool:
     return digest.hexdigest() == remote.etag
 
 
-def _storage(remote: Remote) -> Path:
-    return cache_dir() / f"models--{remote.repo.replace('/', '--')}"
-
-
 def _at(remote: Remote) -> Path:
     """Where the content of a file is, if it is: under its own name, else under its checksum."""
-    named = _storage(remote) / "snapshots" / remote.commit / remote.file
-    return named if named.exists() else _storage(remote) / "blobs" / remote.etag
+    named = storage(remote.repo) / "snapshots" / remote.commit / remote.file
+    return named if named.exists() else storage(remote.repo) / "blobs" / remote.etag
 
 
 def _has_right_size(remote: Remote) -> bool:
@@ -310,7 +237,7 @@ def _locked(remote: Remote) -> Iterator[None]:
     """Keep another specllama from fetching the same file; the kernel frees a dead one's lock."""
     from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
 
-    lock = _storage(remote) / _STAGING / f"{remote.etag[:16]}.lock"
+    lock = storage(remote.repo) / _STAGING / f"{remote.etag[:16]}.lock"
     with contextlib.ExitStack() as stack:
         with told(HubFile(remote.repo, remote.file, remote.revision), cache_dir()):
             lock.parent.mkdir(parents=True, exist_ok=True)

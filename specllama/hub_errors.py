@@ -47,10 +47,16 @@ def told(source: HubFile, folder: Path | None = None) -> Iterator[None]:
 
 
 def _sentence(source: HubFile, error: Exception, folder: Path | None) -> str:
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        OfflineModeIsEnabled,
+    )
 
     if isinstance(error, OfflineModeIsEnabled):
         return f"offline (HF_HUB_OFFLINE is set), so {describe(source)} cannot be fetched; unset it"
+    if isinstance(error, HFValidationError):
+        return f'the hub has no repository called "{source.repo}"; correct the name'
     response = getattr(error, "response", None)
     if isinstance(error, HfHubHTTPError) and response is not None:
         return _refused(source, error, response.status_code, response.headers)

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from specllama import calibration, hub, llama, registry, sources, tuning, vocabulary
+from specllama import calibration, hub_cache, llama, registry, sources, tuning, vocabulary
 from specllama.acceptance import VERIFIERS
 from specllama.errors import ModelError, UsageError
 from specllama.folders import cache_folder
@@ -79,7 +79,7 @@ def _given(
     """The file that a path, a file on the hub or a pair's name means; a file that exists wins."""
     text = Path(name).as_posix() if isinstance(name, Path) else os.fspath(name)
     if text.startswith(sources.HUB_PREFIX) and not os.path.lexists(text):
-        return hub.locate(sources.parse_hub(text))
+        return hub_cache.locate(sources.parse_hub(text))
     if os.path.lexists(text) or not registry.is_pair_name(text):
         return Path(name)
     try:
@@ -97,7 +97,7 @@ def prepare(
     pull: what to pull when it is not there, for the message. Raises ModelError.
     """
     if isinstance(source, sources.HubFile):
-        return hub.locate(source, pull)
+        return hub_cache.locate(source, pull)
     if not isinstance(source, sources.Requantised):
         return sources.locate(source)
     original = prepare(source.source, announce, pull)
@@ -143,6 +143,9 @@ def load(
     for count, name in ((threads, "threads"), (threads_batch, "threads_batch")):
         if count is not None and not 1 <= count <= MAX_THREADS:
             raise UsageError(f"{name} must be between 1 and {MAX_THREADS}, not {count}")
+    for count, name in ((gpu_layers, "gpu_layers"), (gpu_layers_draft, "gpu_layers_draft")):
+        if count < -1:
+            raise UsageError(f"{name} must be -1 (all of them) or more, not {count}")
     if draft_tokens is not None:
         FixedLength(draft_tokens)  # refuses what is out of range before anything is loaded
     if drafter == "model" and model is not None and draft is None:
@@ -160,6 +163,7 @@ def load(
         target = stack.enter_context(open_model(files.target, gpu_layers))
         n_ctx = context_size(ctx_size, target)
         notices = _notices(target, n_ctx, max(gpu_layers, gpu_layers_draft))
+        notices += _crowded(max(threads or 1, threads_batch or 1))
         refusal = rollback_refusal(target, "target")
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
@@ -256,6 +260,20 @@ def memo_path(
         library=llama.version(),
     )
     return cache_folder() / "costs" / f"{name}.json"
+
+
+def _crowded(threads: int) -> list[str]:
+    """What the user should know of more threads than processors."""
+    try:
+        usable = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on every platform
+        usable = os.cpu_count() or threads
+    if threads <= usable:
+        return []
+    return [
+        f"{threads} threads share the {usable} processors that this process may use, and wait for "
+        "each other; fewer are faster (--threads)"
+    ]
 
 
 def _notices(target: llama.Model, n_ctx: int, gpu_layers: int) -> list[str]:

@@ -54,8 +54,8 @@ ARROWS: dict[str, set[str]] = {
     "explain": {"acceptance", "sampling"},
     "check": {"loading", "vocabulary", "memory"},
     "models": {
-        *("check", "loading", "hub", "hub_cache", "pulled", "own_registry", "registry", "sources"),
-        "memory",
+        *("check", "loading", "hub", "hub_cache", "hub_errors", "pulled", "own_registry"),
+        *("registry", "sources", "memory"),
     },
     "workloads": {"lm"},
     "bench": {"costs", "workloads", "generation", "lookahead", "sampling"},

@@ -1,0 +1,276 @@
+"""What `specllama models` does: list the pairs, fetch them, find them, add some, remove some."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specllama import check, hub, hub_cache, memory, own_registry, pulled, registry, sources
+from specllama.errors import ModelError, SpecllamaError, UsageError
+from specllama.hub_errors import offline
+from specllama.loading import Files, prepare
+from specllama.registry import PairSpec, Registry
+from specllama.sources import HubFile, LocalFile, Requantised, Source
+
+Announce = Callable[[str], None]
+
+_SPARE_GB = 1.0
+_NOMINAL = 0.95  # a machine of 16 GB shows a little less than 16 x 10^9 bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """A pair as `list` shows it. fits: on this machine, None where that cannot be told."""
+
+    spec: PairSpec
+    fits: bool | None
+    here: str  # "yes", "no", or "part" when one of the two files is there
+
+
+def rows(found: Registry) -> list[Row]:
+    """Every pair of a registry, with what this machine makes of it. Opens no socket."""
+    physical = memory.physical_bytes()
+    listed = []
+    for spec in found.pairs:
+        present = {_is_here(spec.target), _is_here(spec.draft)}
+        here = "part" if len(present) == 2 else "yes" if True in present else "no"
+        listed.append(Row(spec, _fits(spec, physical), here))
+    return listed
+
+
+def as_object(row: Row) -> dict[str, object]:
+    """A row for JSON."""
+    spec = row.spec
+    return {
+        "name": spec.name,
+        "target": sources.describe(spec.target),
+        "draft": sources.describe(spec.draft),
+        "about": spec.about,
+        "licence": spec.licence,
+        "gated": spec.gated,
+        "context": spec.context,
+        "cache": spec.cache,
+        "size_gb": spec.size_gb,
+        "memory_gb": spec.memory_gb,
+        "gpu_memory_gb": spec.gpu_memory_gb,
+        "fits": row.fits,
+        "here": row.here,
+        "registry": str(spec.registry),
+    }
+
+
+def table(listed: Sequence[Row]) -> str:
+    """The rows as text, a line each."""
+    head = ("name", "size", "memory", "fits", "here", "what it is for")
+    cells = [head, *(_cells(row) for row in listed)]
+    widths = [max(len(line[column]) for line in cells) for column in range(5)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if column in (1, 2) else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(line, [*widths, 0], strict=True))
+        ).rstrip()
+        for line in cells
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    spec = row.spec
+    about = (spec.about or sources.describe(spec.target)) + (" Gated." if spec.gated else "")
+    size, needed = (f"{gb:g} GB" if gb else "?" for gb in (spec.size_gb, spec.memory_gb))
+    fits = {True: "yes", False: "no", None: "?"}[row.fits]
+    return spec.name, size, needed, fits, row.here, about
+
+
+def _fits(spec: PairSpec, physical: int | None) -> bool | None:
+    needed = spec.memory_gb or (spec.size_gb and spec.size_gb + _SPARE_GB)
+    if physical is None or needed is None:
+        return None
+    return physical >= _NOMINAL * needed * 1e9
+
+
+def _is_here(source: Source) -> bool:
+    if isinstance(source, Requantised):
+        return _is_here(source.source)
+    if isinstance(source, HubFile):
+        return all(hub_cache.find(source))
+    try:
+        return sources.locate(source).is_file()
+    except SpecllamaError:
+        return False
+
+
+# --- pull and path ---------------------------------------------------------------------------
+
+
+def named(name: str, found: Callable[[], Registry]) -> list[Source]:
+    """What a pair's name, a path or a `hf:` text stands for.
+
+    Of a repository alone, `hf:owner/name` or `hf:owner/name:Q4_K_M`, the one model that it has, or
+    the one with these letters in its name, for which the hub is asked. Raises SpecllamaError.
+    """
+    if name.startswith(sources.HUB_PREFIX):
+        repo = re.fullmatch(rf"hf:({sources.REPO})(?::(\w+))?", name)
+        if repo is not None:
+            return [hub.choose_file(repo[1], part_of_name=repo[2] or "")]
+        return [sources.parse_hub(name)]
+    spec = found().pair(name)
+    return [spec.target, spec.draft]
+
+
+def pull(wanted: Sequence[Source], announce: Announce, again: str | None = None) -> list[Path]:
+    """Have every file on this machine, fetched and verified; where each is, in the same order.
+
+    Room on the disk for all of them is looked for before the first is fetched. again: what to pull
+    when a file is not there, for messages. Raises SpecllamaError.
+    """
+    files = list(dict.fromkeys(filter(None, (_hub_file(source) for source in wanted))))
+    if offline():
+        files = []  # what is in the cache is found below, and what is not is named there
+    looked_up = [(file, hub.look_up(file)) for file in files]
+    remotes = [remote for _, each in looked_up for remote in each]
+    hub.require_space(remotes)
+    for remote in hub.missing(remotes):
+        announce(f"fetching {remote.name}, {remote.size / 1e9:.2f} GB")
+    for file, each in looked_up:
+        _fetch(file, each, announce)
+    return [prepare(source, announce, again) for source in wanted]
+
+
+def _hub_file(source: Source) -> HubFile | None:
+    original = source.source if isinstance(source, Requantised) else source
+    return original if isinstance(original, HubFile) else None
+
+
+def _fetch(source: HubFile, remotes: Sequence[hub.Remote], announce: Announce) -> None:
+    """Fetch the files of a model, then record them; what an older pull left goes."""
+    before = pulled.find(source)
+    ours = {part.etag for part in before.parts if part.fetched} if before else set()
+    parts = tuple(
+        pulled.Part(
+            remote.file,
+            remote.size,
+            remote.etag,
+            hub.fetch(remote, announce) or remote.etag in ours,
+        )
+        for remote in remotes
+    )
+    first = remotes[0]
+    pulled.save(pulled.Pulled(source.repo, first.file, source.revision, first.commit, parts))
+    if before is not None and before.commit != first.commit:
+        for part in before.parts:
+            if part.fetched:
+                hub_cache.discard(before, part)
+
+
+# --- add and remove --------------------------------------------------------------------------
+
+
+def add(
+    name: str,
+    target: str,
+    draft: str,
+    announce: Announce,
+    licence: str | None = None,
+    about: str | None = None,
+) -> tuple[PairSpec, check.Report]:
+    """Check two models as a pair, and write it into the user's own registry.
+
+    target, draft: paths or `hf:` texts, which are fetched first. Nothing is written when the pair
+    cannot work. Raises UsageError for a name that is taken, ModelError for a pair that is refused.
+    """
+    registry.require_name(name)
+    own_registry.require_free(name)
+    sides = _given(target), _given(draft)
+    paths = pull(sides, announce)
+    report = check.examine(Files(paths[0], paths[1]))
+    if report.refusal:
+        raise ModelError(f"{report.refusal}; nothing was added")
+    size = sum(part.stat().st_size for path in paths for part in _parts(path)) / 1e9
+    size_gb = round(size, 2) or None
+    spec = PairSpec(name, *sides, licence=licence, about=about, size_gb=size_gb)
+    own_registry.add(spec)
+    return spec, report
+
+
+def _given(text: str) -> Source:
+    if text.startswith(sources.HUB_PREFIX) and not os.path.lexists(text):
+        [source] = named(text, registry.load_registry)
+        return source
+    return LocalFile(Path(os.path.abspath(os.path.expanduser(text))))
+
+
+def _parts(path: Path) -> Iterator[Path]:
+    for name in sources.part_names(path.name):
+        if path.with_name(name).is_file():
+            yield path.with_name(name)
+
+
+def remove(name: str, found: Registry) -> Iterator[str]:
+    """Delete what was fetched for a pair and take it out of the user's own registry.
+
+    Yields a sentence for each thing done or left. What another pair that is here uses stays, and so
+    does what was not fetched by specllama, and every file that is no download. Raises
+    SpecllamaError.
+    """
+    spec = found.pair(name)
+    others = [row.spec for row in rows(found) if row.here == "yes" and row.spec.name != name]
+    for source in dict.fromkeys((spec.target, spec.draft)):
+        if isinstance(source, Requantised):
+            yield from _remove_copy(source, found, name)
+        file = _hub_file(source)
+        if file is None:
+            continue
+        users = [
+            other.name for other in others if file in map(_hub_file, (other.target, other.draft))
+        ]
+        if users:
+            yield f"{sources.describe(file)} stays, for {', '.join(users)}"
+        else:
+            yield from _remove_download(file)
+    if own_registry.remove(name):
+        yield f"{name} is no longer in {registry.own_path()}"
+    elif spec.registry is not None:
+        yield f"{name} stays listed by {spec.registry}"
+
+
+def _remove_copy(source: Requantised, found: Registry, name: str) -> Iterator[str]:
+    if not _is_here(source):
+        return
+    for other in found.pairs:
+        if other.name != name and source in (other.target, other.draft):
+            return
+    copy = sources.copy_path(source, prepare(source.source))
+    if copy.is_file():
+        size = copy.stat().st_size
+        copy.unlink()
+        yield f"removed {copy}, {size / 1e9:.2f} GB"
+
+
+def _remove_download(file: HubFile) -> Iterator[str]:
+    record = pulled.find(file)
+    if record is None:
+        if any(hub_cache.find(file)):
+            yield f"{sources.describe(file)} stays, since specllama did not fetch it"
+        return
+    for part in record.parts:
+        what = sources.describe(HubFile(file.repo, part.file, file.revision))
+        if not part.fetched:
+            yield f"{what} stays, since specllama did not fetch it"
+            continue
+        freed = hub_cache.discard(record, part)
+        yield f"removed {what}, {freed / 1e9:.2f} GB freed"
+    pulled.forget(file)
+
+
+def find(name: str, found: Callable[[], Registry], announce: Announce) -> list[Path]:
+    """Where the files of a pair, or of a `hf:` text, are. Raises ModelError when one is not."""
+    if not name.startswith(sources.HUB_PREFIX):
+        registry_pair = found().pair(name)
+        sides = (registry_pair.target, registry_pair.draft)
+        return [prepare(source, announce, name) for source in sides]
+    if re.fullmatch(rf"hf:{sources.REPO}(:\w+)?", name):
+        raise UsageError(f"{name} names no file; write hf:owner/name/file.gguf")
+    return [prepare(sources.parse_hub(name), announce, name)]
