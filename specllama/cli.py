@@ -19,6 +19,7 @@ import click
 import specllama
 from specllama import answers
 from specllama.cli_bench import bench
+from specllama.cli_models import models
 from specllama.errors import ModelError, SpecllamaError, UsageError
 from specllama.options import (
     announce,
@@ -243,6 +244,7 @@ def explain(
 
 
 command.add_command(bench)
+command.add_command(models)
 
 
 if __name__ == "__main__":
