@@ -12,22 +12,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specllama.errors import SpecllamaError
-from specllama.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from specllama.generation import Chunk, Pair, Stats
     from specllama.loading import load
+    from specllama.sampling import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["Chunk", "Pair", "SamplingParams", "SpecllamaError", "Stats", "load"]
 
 
 def __getattr__(name: str) -> Any:
-    # The native library is loaded by the first use of `load`, not by the import.
+    # The native library is loaded by the first use of `load`, not by the import, and NumPy too
+    # comes late: until the command line has begun, an interrupt would show a traceback.
     if name == "load":
         from specllama.loading import load
 
         return load
+    if name == "SamplingParams":
+        from specllama.sampling import SamplingParams
+
+        return SamplingParams
     if name in ("Chunk", "Pair", "Stats"):
         from specllama import generation
 

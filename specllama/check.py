@@ -62,9 +62,12 @@ def examine(
             ]
             refusal = None if comparison.compatible else comparison.reason
         for role, model in models:
-            found, problem = _rollback(role, model)
-            findings.append(found)
-            refusal = refusal or problem
+            problem = rollback_refusal(model, role)
+            findings.append(_cache(role, model, problem, files))
+            if problem and files.draft is not None:
+                refusal = refusal or (
+                    f"{problem}; it decodes plainly (--drafter none), or choose another model"
+                )
         findings += _memory(stack, models, context_size(ctx_size, target), batch_size)
         return Report(tuple(findings), refusal)
 
@@ -79,14 +82,15 @@ def _file(role: str, model: Model) -> Finding:
     return Finding(f"{role} file", True, detail)
 
 
-def _rollback(role: str, model: Model) -> tuple[Finding, str | None]:
-    problem = rollback_refusal(model, role)
+def _cache(role: str, model: Model, problem: str | None, files: Files) -> Finding:
+    """Whether it can be rolled back, which a model alone can do without."""
     if problem is None:
-        detail = f"{model.cache_kind}: rejected tokens can be taken back"
-        return Finding(f"{role} cache", True, detail), None
-    return Finding(f"{role} cache", False, problem), (
-        f"{problem}; it decodes plainly (--drafter none), or choose another model"
-    )
+        return Finding(
+            f"{role} cache", True, f"{model.cache_kind}: rejected tokens can be taken back"
+        )
+    if files.draft is None:
+        problem += ", so speculation is off and decoding is plain"
+    return Finding(f"{role} cache", False, problem, required=files.draft is not None)
 
 
 def _memory(

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 import specllama
-from specllama import answers
+from specllama import answers, console
 from specllama.cli_bench import bench
 from specllama.cli_models import models
 from specllama.errors import ModelError, SpecllamaError, UsageError
+from specllama.interrupts import interruptible
 from specllama.options import (
     announce,
     file_options,
@@ -41,16 +42,17 @@ _NO_COMMAND: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoA
 
 def main() -> NoReturn:
     """Run the command line and exit with its code; no traceback reaches the user without -v."""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # closed by the shell
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        # A console that cannot show a character must not end the run.
-        with contextlib.suppress(AttributeError):
-            stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+    console.prepare()
     with contextlib.suppress(ValueError, OSError):
         signal.signal(signal.SIGTERM, _terminated)
-    sys.exit(_run(sys.argv[1:]))
+    try:
+        with interruptible():
+            code = _run(sys.argv[1:])
+    except KeyboardInterrupt:  # once more, while the first was dealt with
+        code = 130
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
+    sys.exit(code)
 
 
 def _terminated(_signal: int, _frame: Any) -> NoReturn:

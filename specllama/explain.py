@@ -348,6 +348,11 @@ def plot(books: Balance, path: Path, labels: Sequence[str] | None = None) -> Non
         figure.savefig(path, dpi=160)
     except OSError as error:
         raise _unwritable(path, error) from error
+    except RuntimeError as error:  # a format that another program makes, which is not there
+        reason = str(error).split(";")[0]
+        raise UsageError(
+            f"cannot draw {path}: {reason}; choose another ending, such as .png or .svg"
+        ) from error
 
 
 def _draw(

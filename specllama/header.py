@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import stat
 import struct
 from pathlib import Path
 from typing import BinaryIO
@@ -33,6 +34,9 @@ def check_file(path: Path) -> None:
     try:
         if path.is_dir():
             raise ModelError(f"{path} is a directory; name a .gguf file inside it")
+        # The weights are mapped, and a pipe would keep us waiting for a writer.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ModelError(f"{path} is a pipe or a device, not a regular file; save it to one")
         with path.open("rb") as file:
             head = file.read(64)
     except FileNotFoundError:

@@ -59,9 +59,16 @@ def _biases(
 
 
 def _stops(_ctx: click.Context, _param: click.Parameter, values: tuple[str, ...]) -> Any:
-    """Refuse an empty text before models are loaded."""
+    """Refuse what cannot be a text before models are loaded."""
     if "" in values:
         raise click.BadParameter("a stop string is empty; leave it out, or give a text")
+    for value in values:
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise click.BadParameter(
+                f"{value!r} is not UTF-8 at character {error.start}; give it as text"
+            ) from None
     return values
 
 
@@ -108,12 +115,15 @@ file_options = _together(
         help="Show llama.cpp's log and tracebacks.",
     ),
 )
+_layers = click.IntRange(min=-1)
 run_options = _together(
     click.option("-b", "--batch-size", default=512, show_default=True, help="Rows of one decode."),
     click.option("-t", "--threads", type=int, help="Threads.  [default: physical cores]"),
     click.option("-tb", "--threads-batch", type=int, help="Threads for prompts.  [as --threads]"),
-    click.option("-ngl", "--gpu-layers", type=int, default=-1, help="Layers on the GPU; -1: all."),
-    click.option("-ngld", "--gpu-layers-draft", type=int, default=-1, help="The draft's."),
+    click.option(
+        "-ngl", "--gpu-layers", type=_layers, default=-1, help="Layers on the GPU; -1: all."
+    ),
+    click.option("-ngld", "--gpu-layers-draft", type=_layers, default=-1, help="The draft's."),
     click.option(
         "--drafter", type=click.Choice(["auto", "model", "lookup", "none"]), default="auto",
         show_default=True, help="Who proposes tokens; auto: model or lookup, whichever pays.",

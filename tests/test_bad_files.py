@@ -97,6 +97,7 @@ SIZE = f"{len(GOOD):,}"
 BAD_FILES: dict[str, tuple[Maker, str]] = {
     "missing": (nothing, "there is no file"),
     "a directory": (lambda path: path.mkdir(), "is a directory"),
+    "a pipe": (os.mkfifo, "is a pipe or a device"),
     "empty": (content(b""), "is empty"),
     "three bytes": (content(GOOD[:3]), "is not a GGUF file"),
     "a web page": (content(b"\n<!DOCTYPE html>\n<html>Sign in</html>"), "is a web page"),
@@ -264,6 +265,8 @@ WRONG_REQUESTS: dict[str, tuple[list[str], str]] = {
     "a context beyond counting": (["--ctx-size", "99999999999"], "out of range"),
     "no threads": (["--threads", "0"], "threads must be between 1 and 512"),
     "too many threads": (["--threads-batch", "100000"], "threads_batch must be between 1 and 512"),
+    "fewer than no layers": (["-ngl", "-5"], "--gpu-layers': -5 is not in the range"),
+    "fewer than no draft layers": (["-ngld", "-2"], "--gpu-layers-draft': -2 is not in the range"),
     "fewer than no tokens": (["--predict", "-2"], "-2 is below -1"),
     "tokens that are a fraction": (["--predict", "1.5"], "'1.5' is no whole number"),
     "an empty stop string": (["--stop", ""], "a stop string is empty"),

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import array
+import fcntl
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import termios
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -381,6 +385,91 @@ def test_a_full_disk_behind_standard_output_is_an_error(option: list[str]) -> No
     assert line.startswith("Error: No space left on device; ")
 
 
+def test_an_interrupt_while_modules_are_loaded_shows_no_traceback() -> None:
+    child = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "specllama", *HELLO],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=environment(),
+    )
+    with child:
+        assert child.stderr is not None and child.stdout is not None
+        while b"numpy" not in child.stderr.readline():
+            pass
+        child.send_signal(signal.SIGINT)
+        rest = child.stderr.read().decode()
+        assert child.wait(timeout=30) == 130
+        assert child.stdout.read() == b""
+    assert rest.endswith("interrupted\n")
+    assert "Traceback" not in rest and "numpy.random" not in rest
+
+
+def test_an_interrupt_that_is_ignored_by_the_shell_stays_so() -> None:
+    code = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); import specllama.__main__"
+    with_check = (
+        f"{code} as m; from specllama import cli; "
+        "cli._run = lambda _: int(signal.getsignal(signal.SIGINT) != signal.SIG_IGN); m.main()"
+    )
+    assert specllama(python=("-c", with_check)).code == 0
+
+
+def test_a_running_decode_can_be_interrupted_from_the_command_line() -> None:
+    code = (
+        "from specllama import cli, interrupts; "
+        "cli._run = lambda _: 5 if interrupts._watch is None else 7; cli.main()"
+    )
+    assert specllama(python=("-c", code)).code == 7
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
+@pytest.mark.parametrize(
+    ("arguments", "code"), [([*HELLO, "-c", "1000", "--stats"], 0), (["check", "missing.gguf"], 3)]
+)
+def test_notes_that_cannot_be_written_cost_nothing(arguments: list[str], code: int) -> None:
+    expected = specllama(*arguments)
+    assert expected.err != "" and expected.code == code
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "specllama.cli", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=full,
+            timeout=60,
+            env=environment(),
+        )
+    assert (done.returncode, done.stdout) == (code, expected.out)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the size of a pipe can be set on Linux")
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_standard_output_that_does_not_wait_loses_nothing(unbuffered: str) -> None:
+    arguments = [*HELLO, "-n", "300", "--ignore-eos", "--json"]
+    expected = specllama(*arguments)
+    read_end, write_end = os.pipe()
+    fcntl.fcntl(write_end, fcntl.F_SETPIPE_SZ, 4096)
+    os.set_blocking(write_end, False)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "specllama.cli", *arguments],
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        env=environment({"PYTHONUNBUFFERED": unbuffered}),
+    )
+    os.close(write_end)
+    with child, open(read_end, "rb") as reader:
+        # It has to meet the full pipe before it is read.
+        while child.poll() is None and waiting_bytes(read_end) < 4096:
+            time.sleep(0.01)
+        out = reader.read()
+        code, err = ended(child)
+    assert (code, err) == (0, "")
+    assert json.loads(out)["tokens"] == json.loads(expected.out)["tokens"]
+
+
+def waiting_bytes(pipe: int) -> int:
+    buffer = array.array("i", [0])
+    fcntl.ioctl(pipe, termios.FIONREAD, buffer)
+    return buffer[0]
+
+
 def test_closed_streams_are_survived() -> None:
     shell = 'exec "$0" -m specllama.cli "$@" <&- >&- 2>&-'
     done = subprocess.run(["sh", "-c", shell, sys.executable, *HELLO], env=environment())
@@ -431,6 +520,15 @@ def test_check_of_one_model_alone(run: Runner) -> None:
     result = run("check", TARGET)
     assert (result.code, result.err) == (0, "")
     assert result.text.endswith("This model can be used.\n") and "draft" not in result.text
+
+
+def test_check_of_a_state_alone_says_how_it_is_decoded(run: Runner) -> None:
+    for kind in ("recurrent", "hybrid"):
+        result = run("check", str(tiny(kind)))
+        assert (result.code, result.err) == (0, "")
+        assert result.text.endswith("This model can be used.\n")
+        [noted] = [line for line in result.text.splitlines() if line.startswith("note ")]
+        assert "target cache" in noted and noted.endswith("decoding is plain")
 
 
 def test_swapped_tokens_are_refused_with_names_id_and_texts(run: Runner) -> None:
@@ -623,3 +721,19 @@ def test_escape_sequences_in_an_answer_arrive_whole_in_a_pipe() -> None:
     assert said.code == held.code == 0, (said.err, held.err)
     assert "\033[" in whole
     assert said.text == held.text == whole + "\n"
+
+
+# --- options that are refused or noted ----------------------------------------------------------
+
+
+def test_more_threads_than_processors_bring_one_note(run: Runner) -> None:
+    arguments = ["generate", "-m", TARGET, "--drafter", "none", "-n", "1", "-s", "1", "hello"]
+    noted = run(*arguments, "-t", "300", "-tb", "400")
+    assert noted.code == 0 and one_line(noted).startswith("Note: 400 threads share the ")
+    assert run(*arguments, "-t", "1").err == ""
+
+
+def test_a_stop_string_that_is_no_text_is_refused_by_its_option() -> None:
+    result = specllama(*HELLO, "--stop", os.fsdecode(b"a\xff"))
+    assert result.code == 2
+    assert "--stop" in one_line(result) and "not UTF-8 at character 1" in one_line(result)

@@ -287,6 +287,15 @@ def test_picture_that_cannot_be_written_is_refused_with_the_cause(tmp_path: Path
         plot(SEED, tmp_path / "missing" / "balance.png")
 
 
+def test_picture_in_a_format_that_needs_a_missing_program_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match=r"xelatex.*; choose another ending"):
+        plot(SEED, tmp_path / "balance.pgf")
+
+
 def test_picture_without_matplotlib_names_the_extra(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

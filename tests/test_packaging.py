@@ -75,7 +75,7 @@ def test_the_metadata_says_what_is_needed(wheel: Path) -> None:
 
 def test_the_command_is_an_entry_point(wheel: Path) -> None:
     text = read(wheel, "specllama-0.1.0.dist-info/entry_points.txt")
-    assert text.split() == ["[console_scripts]", "specllama", "=", "specllama.cli:main"]
+    assert text.split() == ["[console_scripts]", "specllama", "=", "specllama.__main__:main"]
 
 
 def test_the_source_distribution_holds_the_tests(built: Path) -> None:

@@ -425,3 +425,9 @@ def test_a_loaded_pair_tells_its_draft_and_its_chat_template(drafter: str) -> No
         else:
             assert pair.draft is not None and pair.draft.name == draft.name
             assert pair.draft_tokenizer is not None and pair.draft_tokenizer.name == draft.name
+
+
+@pytest.mark.parametrize("option", ["gpu_layers", "gpu_layers_draft"])
+def test_a_negative_number_of_layers_is_refused_but_for_all(option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} must be -1"):
+        load(model=tiny(), **{option: -2})  # type: ignore[arg-type]
