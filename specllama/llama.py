@@ -55,6 +55,8 @@ _CONTINUES = 5
 _ABORTED = 2  # what llama_decode returns when the abort callback said so
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _DIGEST = 32  # bytes
+_ROWS_AT_ONCE = 128
+_PLAIN_CACHES = (0, 1)  # GGML_TYPE_F32, GGML_TYPE_F16; a quantised one needs flash attention
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
 _SHARED_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r--s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
@@ -456,8 +458,8 @@ class Context(_Closing):
     n_batch: rows of one decode. n_outputs: how many of them can give logits; the buffers for logits
     are sized by it, so it is small. threads: for few rows, None leaves llama.cpp's choice;
     threads_batch: for many rows, None takes `threads`. kv_type: of the cache, "f16", "q8_0", "q4_0"
-    or "f32". flash_attention: None lets llama.cpp choose. Raises ModelError when the memory cannot
-    be had.
+    or "f32". flash_attention: None takes it where it is faster, see `_attention`. Raises ModelError
+    when the memory cannot be had.
     """
 
     def __init__(
@@ -479,7 +481,7 @@ class Context(_Closing):
         self.n_outputs = min(n_outputs, self.n_batch)
         params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
         params.type_k = params.type_v = _cache_type(kv_type)
-        params.flash_attn_type = -1 if flash_attention is None else int(flash_attention)
+        _attention(params, model, flash_attention)
         # Python must not run between any two nodes of the graph, so the callback is C's strlen: it
         # reads a length of 0, false, until an interrupt writes a byte before the terminating one.
         self._stop = bytearray(2)
@@ -698,6 +700,28 @@ def _context_params(n_cells: int, n_batch: int, n_outputs: int, n_slots: int) ->
     params.swa_full = True
     params.no_perf = True
     return params
+
+
+def _attention(params: Any, model: Model, flash: bool | None) -> None:
+    """Choose how attention is computed, and in how large parts.
+
+    llama.cpp's flash attention for processors reads the cache again for every row of a small batch:
+    with 500 tokens of context one row takes twice as long as without, and eight rows three times,
+    at 3,500 three and nine times. Without it the scores are kept in memory, which parts of 128 rows
+    bound; larger parts are no faster.
+    """
+    if flash is None and (_on_gpu(model) or params.type_v not in _PLAIN_CACHES):
+        params.flash_attn_type = -1  # llama.cpp's own choice
+        return
+    params.flash_attn_type = int(bool(flash))
+    if not flash:
+        params.n_ubatch = min(params.n_ubatch, _ROWS_AT_ONCE)
+
+
+def _on_gpu(model: Model) -> bool:
+    """Whether any weights lie elsewhere than in main memory."""
+    places = {device for device, kind, _ in model.buffers if kind == "model"}
+    return any(not place.startswith("CPU") and place != "AMX" for place in places)
 
 
 def _make_context(model: Model, params: Any) -> Any:
