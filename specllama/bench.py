@@ -12,9 +12,9 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from specllama.costs import CostTable
 from specllama.errors import SpecllamaError, UsageError
 from specllama.generation import Pair, Stats
-from specllama.lookahead import CostTable
 from specllama.sampling import SamplingParams
 from specllama.workloads import Workload
 

@@ -17,9 +17,9 @@ import specllama
 from specllama.bench import Plan
 from specllama.bench_stand import Meter, Stand
 from specllama.comparison import Comparison, Figures
+from specllama.costs import CostTable
 from specllama.errors import UsageError
 from specllama.loading import default_threads
-from specllama.lookahead import CostTable
 
 FORMAT = 1
 # Numbers of rows whose cost is told.

@@ -6,10 +6,11 @@ from functools import partial
 
 from specllama import calibration, tuning
 from specllama.bench import PLAIN, Answer, Decodes, Variant
+from specllama.costs import Budget, CostTable
 from specllama.drafting import ModelDrafter
 from specllama.generation import Pair
 from specllama.lm import CachedLM
-from specllama.lookahead import MAX_DRAFT_TOKENS, Budget, CostTable, MeasuredLength
+from specllama.lookahead import MAX_DRAFT_TOKENS, MeasuredLength
 from specllama.lookup import LookupDrafter
 from specllama.sampling import SamplingParams
 from specllama.tuning import Speculation

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specllama.costs import CostTable
 from specllama.lm import CachedLM, Request
-from specllama.lookahead import AcceptancePredictor, CostTable
+from specllama.lookahead import AcceptancePredictor
 
 _FORMAT = 2
 # Row counts in the order of their use: the first few already show where the steps of most kernels

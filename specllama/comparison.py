@@ -10,8 +10,8 @@ from itertools import zip_longest
 
 from specllama.bench import PLAIN, Answer, Cell, Variant
 from specllama.bench_stand import Stand
+from specllama.costs import CostTable
 from specllama.generation import Stats
-from specllama.lookahead import CostTable
 
 # Ratios closer to 1 than this are told as no difference.
 _NOTICEABLE = 0.02

@@ -14,15 +14,13 @@ are considered at once.
 
 from __future__ import annotations
 
-import math
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from specllama.acceptance import Round, overlap
+from specllama.costs import Budget, CostTable
 from specllama.errors import UsageError
 from specllama.sampling import Floats, Law
 
@@ -95,59 +93,6 @@ class FixedLength:
         """Nothing is learnt."""
 
 
-class CostTable:
-    """Milliseconds of one decode by its number of rows, for one model: a staircase, looked up.
-
-    A number of rows that was never measured costs what the next larger measured one does; beyond
-    the largest, time grows in proportion. More rows can cost less: kernels that take four rows at
-    a time are slower with three.
-    """
-
-    _KEPT = 9  # timings per number of rows
-    _STALE = 4  # new timings after which the steps are taken again
-
-    def __init__(self, timings: Mapping[int, Sequence[float]] | None = None) -> None:
-        self._timings = {
-            rows: deque(values, self._KEPT) for rows, values in (timings or {}).items()
-        }
-        self._steps: list[tuple[int, float]] = []
-        self._new = self._STALE
-
-    def record(self, rows: int, ms: float) -> None:
-        """One more measured decode."""
-        known = len(self._timings.get(rows, ())) >= self._STALE
-        self._timings.setdefault(rows, deque(maxlen=self._KEPT)).append(ms)
-        self._new += 1 if known else self._STALE
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether there is a time for one row and for more."""
-        return 1 in self._timings and len(self._timings) > 1
-
-    def ms(self, rows: int) -> float:
-        """Milliseconds of a decode of so many rows; 0 for none."""
-        if rows <= 0:
-            return 0.0
-        if self._new >= self._STALE:
-            self._steps = [(n, _typical(self._timings[n])) for n in sorted(self._timings)]
-            self._new = 0
-        for measured, ms in self._steps:
-            if rows <= measured:
-                return ms
-        largest, ms = self._steps[-1]
-        return ms * rows / largest
-
-    def timings(self) -> dict[int, list[float]]:
-        """What is kept, for storing; the constructor takes it back."""
-        return {rows: list(values) for rows, values in sorted(self._timings.items())}
-
-
-def _typical(times: Iterable[float]) -> float:
-    """The lower quartile: other work on the machine only ever adds to a time."""
-    ordered = sorted(times)
-    return ordered[len(ordered) // 4]
-
-
 class AcceptancePredictor:
     """The acceptance of a token before it is drawn, from the draft's law at its position.
 
@@ -201,76 +146,6 @@ class AcceptancePredictor:
     def state(self) -> dict[str, Any]:
         """For storing; the constructor takes it back."""
         return {"weights": self._weights.tolist(), "covariance": self._covariance.tolist()}
-
-
-class Budget:
-    """What one more row of the target's decode costs in tokens, at the pace of recent rounds.
-
-    One for all drafters of a loop: a row is a row, whoever asks for it. Now and then a round is
-    left without drafts, so that the time of plain decoding, which all is measured against, stays
-    fresh. clock: seconds.
-    """
-
-    _DECAY = 0.97
-    _REST_AFTER = 64  # rounds with drafts; the gain of one in so many is lost
-
-    def __init__(self, costs: CostTable, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.costs = costs
-        self._clock = clock
-        self._tokens = self._ms = 0.0
-        self._begun = 0.0
-        self._n_sequences = 1
-        self._since_rest = 0
-        self.rows = 1
-        self.last_ms = 0.0
-
-    def start(self, n_sequences: int) -> None:
-        """A round begins: one row per sequence is decoded whatever is drafted."""
-        self._begun = self._clock()
-        self._n_sequences = self.rows = n_sequences
-
-    def take(self, n_rows: int) -> None:
-        """So many rows more will be decoded."""
-        self.rows += n_rows
-
-    def finish(self, n_tokens: int) -> None:
-        """The round is over and gave so many tokens."""
-        self._since_rest = self._since_rest + 1 if self.rows > self._n_sequences else 0
-        self.last_ms = 1000 * (self._clock() - self._begun)
-        self._tokens = self._DECAY * self._tokens + n_tokens
-        self._ms = self._DECAY * self._ms + self.last_ms
-
-    @property
-    def is_resting(self) -> bool:
-        """Whether this round is one without drafts."""
-        return self._since_rest >= self._REST_AFTER
-
-    @property
-    def rate(self) -> float:
-        """Tokens per millisecond that a choice has to beat, at least those of plain decoding."""
-        plain = self._n_sequences / self.costs.ms(self._n_sequences)
-        return max(plain, self._tokens / self._ms) if self._ms > 0 else plain
-
-    def extra_ms(self, n_rows: int) -> float:
-        """Milliseconds that so many rows more add to the decode."""
-        return self.costs.ms(self.rows + n_rows) - self.costs.ms(self.rows)
-
-    def best(
-        self, chances: Sequence[float], drafting_ms: Callable[[int], float]
-    ) -> tuple[float, int]:
-        """How many draft tokens gain most: (tokens gained net of the time's worth, how many).
-
-        chances: that the first m of them survive, for m = 1, 2, ..., at least one; drafting_ms(m):
-        time to draft m. The gain is negative when none pays.
-        """
-        rate, worth = self.rate, 0.0
-        best, at = -math.inf, 0
-        for m, chance in enumerate(chances, 1):
-            worth += chance
-            gain = worth - rate * (drafting_ms(m) + self.extra_ms(m))
-            if gain > best:
-                best, at = gain, m
-        return best, at
 
 
 class MeasuredLength:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specllama.acceptance import Draft, Round, overlap
+from specllama.costs import Budget
 from specllama.drafting import ModelDrafter, SequenceState
-from specllama.lookahead import MAX_DRAFT_TOKENS, Budget, MeasuredLength
+from specllama.lookahead import MAX_DRAFT_TOKENS, MeasuredLength
 from specllama.sampling import Law
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specllama.acceptance import Draft, Round, TargetLaws, Verifier
+from specllama.costs import Budget
 from specllama.drafting import Drafter, SequenceState
 from specllama.lm import CachedLM, LogitRows, Request
-from specllama.lookahead import Budget
 from specllama.sampling import Law, next_law
 
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 from specllama import calibration
 from specllama.calibration import Knowledge
+from specllama.costs import Budget, CostTable
 from specllama.drafting import Drafter, ModelDrafter, NullDrafter
 from specllama.lm import CachedLM
-from specllama.lookahead import MAX_DRAFT_TOKENS, Budget, CostTable, FixedLength, MeasuredLength
+from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength, MeasuredLength
 from specllama.lookup import BestDrafter, LookupDrafter
 
 log = logging.getLogger(__name__)

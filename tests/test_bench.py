@@ -22,10 +22,10 @@ from specllama.bench import Answer, Cell, Decodes, Plan, Setting, Step, Variant
 from specllama.bench_stand import Stand
 from specllama.cli import _run
 from specllama.comparison import Comparison, Figures, Spread
+from specllama.costs import CostTable
 from specllama.errors import SpecllamaError, UsageError
 from specllama.generation import Pair, Stats
 from specllama.loading import load
-from specllama.lookahead import CostTable
 from specllama.sampling import SamplingParams
 from specllama.workloads import Workload
 

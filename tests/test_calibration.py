@@ -11,8 +11,9 @@ from toys import Table, ToyContext
 
 from specllama import calibration
 from specllama.calibration import Knowledge
+from specllama.costs import CostTable
 from specllama.lm import CachedLM
-from specllama.lookahead import AcceptancePredictor, CostTable
+from specllama.lookahead import AcceptancePredictor
 from specllama.sampling import Law
 
 
@@ -51,7 +52,8 @@ def test_small_contexts_are_no_problem(n_ctx: int) -> None:
 
 def knowledge() -> Knowledge:
     predictor = AcceptancePredictor()
-    known = Knowledge(CostTable({1: [3.0, 4.0], 4: [5.0]}), CostTable({1: [1.0]}), predictor, 0.4, -0.1)
+    target, draft = CostTable({1: [3.0, 4.0], 4: [5.0]}), CostTable({1: [1.0]})
+    known = Knowledge(target, draft, predictor, 0.4, -0.1)
     predictor.learn(predictor.features(Law(np.array([0.6, 0.4])), 0), 0.3)
     return known
 
@@ -73,8 +75,10 @@ def test_what_is_stored_is_recalled(tmp_path: Path) -> None:
     "content",
     [
         *("", "{", "[]", "null", '{"format": 99}', '{"format": 2}', '{"format": 2, "target": 3}'),
-        '{"format": 2, "target": {"1": []}, "draft": {}, "predictor": {}, "forecast": 0.5, "worth": null}',
-        '{"format": 2, "target": {"1": [NaN]}, "draft": {}, "predictor": {}, "forecast": 0.5, "worth": null}',
+        '{"format": 2, "target": {"1": []}, "draft": {}, "predictor": {}, "forecast": 0.5,'
+        ' "worth": null}',
+        '{"format": 2, "target": {"1": [NaN]}, "draft": {}, "predictor": {}, "forecast": 0.5,'
+        ' "worth": null}',
         '{"format": 2, "target": {}, "draft": {}, "forecast": 0.5, "worth": 0.1,'
         ' "predictor": {"weights": [1], "covariance": [[1]]}}',
     ],

@@ -36,9 +36,10 @@ from specllama.acceptance import (
     verify_block,
     verify_tokens,
 )
+from specllama.costs import Budget, CostTable
 from specllama.drafting import Drafter, ModelDrafter, NullDrafter, SequenceState
 from specllama.lm import CachedLM, LogitRows, Rows
-from specllama.lookahead import Budget, CostTable, FixedLength, LengthPolicy, MeasuredLength
+from specllama.lookahead import FixedLength, LengthPolicy, MeasuredLength
 from specllama.lookup import BestDrafter, LookupDrafter
 from specllama.sampling import Law, SamplingParams, Streams
 from specllama.speculation import Speculator

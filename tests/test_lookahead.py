@@ -10,14 +10,9 @@ import numpy as np
 import pytest
 
 from specllama.acceptance import Draft, Round
+from specllama.costs import Budget, CostTable
 from specllama.errors import UsageError
-from specllama.lookahead import (
-    AcceptancePredictor,
-    Budget,
-    CostTable,
-    FixedLength,
-    MeasuredLength,
-)
+from specllama.lookahead import AcceptancePredictor, FixedLength, MeasuredLength
 from specllama.sampling import Law
 
 # Two rows cost as much as four: the measured steps of a CPU's kernels.

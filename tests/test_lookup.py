@@ -11,9 +11,10 @@ import pytest
 from toys import PLAIN, Table, ToyContext, toy_lm
 
 from specllama.acceptance import Round, verify_block
+from specllama.costs import Budget, CostTable
 from specllama.drafting import ModelDrafter, SequenceState
 from specllama.lm import CachedLM
-from specllama.lookahead import Budget, CostTable, MeasuredLength
+from specllama.lookahead import MeasuredLength
 from specllama.lookup import BestDrafter, LookupDrafter, SuffixAutomaton
 from specllama.sampling import SamplingParams, Streams
 from specllama.speculation import Speculator
