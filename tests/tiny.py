@@ -31,6 +31,14 @@ def vocab_file(name: str) -> Path:
     return path
 
 
+def template_files() -> list[Path]:
+    """llama.cpp's collection of real chat templates; FileNotFoundError."""
+    folder = CHECKOUT / ".cache" / "llama.cpp-models" / "templates"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is missing; run scripts/check, which fetches it")
+    return sorted(folder.glob("*.jinja"))
+
+
 @functools.cache
 def _write(kind: str, options: tuple[tuple[str, Any], ...]) -> Path:
     script = _script()
