@@ -57,6 +57,8 @@ def _sentence(source: HubFile, error: Exception, folder: Path | None) -> str:
         return f"offline (HF_HUB_OFFLINE is set), so {describe(source)} cannot be fetched; unset it"
     if isinstance(error, HFValidationError):
         return f'the hub has no repository called "{source.repo}"; correct the name'
+    if isinstance(error, UnicodeError):
+        return f"the token has characters that no token has; give it again ({_LOGIN})"
     response = getattr(error, "response", None)
     if isinstance(error, HfHubHTTPError) and response is not None:
         return _refused(source, error, response.status_code, response.headers)
