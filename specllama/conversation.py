@@ -55,9 +55,9 @@ class Conversation:
     seed, the number of the turn and the number of the retry (see `turn_seed`).
 
     context_full: "drop" forgets the oldest turns, whole, when an answer of max_tokens or a quarter
-    of the context, whichever is less, has no room any more; then as many as leave twice that room,
-    so that the next turns find theirs without reading everything again. "stop" drops nothing and
-    refuses a turn that leaves less than 16 tokens for the answer.
+    of the context, whichever is less, has no room any more; then as many as leave half of the
+    context free, so that the next turns find room without reading everything again. "stop" drops
+    nothing and refuses a turn that leaves less than 16 tokens for the answer.
     """
 
     def __init__(
@@ -245,7 +245,7 @@ class Conversation:
         for turn in older:
             gone = [*options[-1][0], *turn]
             options.append((gone, self._prompt(asked[len(gone) :])))
-        for free in (2 * room, room):
+        for free in (n_ctx // 2, room):
             for option in options:
                 if len(option[1]) + free <= n_ctx:
                     return option
