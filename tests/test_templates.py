@@ -17,6 +17,7 @@ from specllama.llama import Model, Tokenizer
 from specllama.lm import common_prefix
 from specllama.markers import Markers
 from specllama.prompts import ChatFormat, Message
+from specllama.templates import Template
 
 NOW = datetime(2031, 2, 3)
 SOURCES = {path.stem: path.read_text("utf-8") for path in template_files()}
@@ -51,7 +52,12 @@ def tokenizer(name: str, add_bos: bool = False) -> ToyTokenizer:
 
 @cache
 def chat(name: str, add_bos: bool = False) -> ChatFormat:
-    return ChatFormat.of(SOURCES[name], tokenizer(name, add_bos), f"{name}.gguf", now=NOW)
+    return ChatFormat(template(name), tokenizer(name, add_bos), f"{name}.gguf")
+
+
+@cache
+def template(name: str) -> Template:
+    return Template(SOURCES[name], f"{name}.gguf", NOW)
 
 
 def shown(name: str, *messages: Message, thinking: bool | None = None) -> str:
