@@ -27,13 +27,25 @@ def _over(stream: Any, kind: type[_Patient]) -> Any:
     """The same text stream with another way to write its bytes."""
     if not isinstance(stream, io.TextIOWrapper):  # somebody else's
         return stream
+    # python -u asks for streams that hold nothing back.
+    buffered = _Unbuffered if stream.write_through else io.BufferedWriter
     return io.TextIOWrapper(
-        io.BufferedWriter(kind(stream)),
+        buffered(kind(stream)),
         encoding=stream.encoding,
         errors="replace",
         line_buffering=stream.line_buffering,
         write_through=stream.write_through,
     )
+
+
+class _Unbuffered(io.BufferedWriter):
+    """Writes whole what it is given, at once."""
+
+    def write(self, data: Any) -> int:
+        """All of the bytes."""
+        count = super().write(data)
+        self.flush()
+        return count
 
 
 class _Patient(io.RawIOBase):
