@@ -69,7 +69,9 @@ class Budget:
     fresh. clock: seconds.
     """
 
-    _DECAY = 0.97
+    # The pace of the last hundred rounds, and of some plain ones: a lucky streak must not make
+    # ordinary gains look too small.
+    _DECAY, _PLAIN_ROUNDS = 0.99, 16
     _REST_AFTER = 64  # rounds with drafts; the gain of one in so many is lost
 
     def __init__(self, costs: CostTable, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -106,8 +108,9 @@ class Budget:
     @property
     def rate(self) -> float:
         """Tokens per millisecond that a choice has to beat, at least those of plain decoding."""
-        plain = self._n_sequences / self.costs.ms(self._n_sequences)
-        return max(plain, self._tokens / self._ms) if self._ms > 0 else plain
+        n, ms = self._n_sequences, self.costs.ms(self._n_sequences)
+        mixed = (self._tokens + self._PLAIN_ROUNDS * n) / (self._ms + self._PLAIN_ROUNDS * ms)
+        return max(n / ms, mixed)
 
     def extra_ms(self, n_rows: int) -> float:
         """Milliseconds that so many rows more add to the decode."""
