@@ -14,7 +14,10 @@ import urllib.parse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
+
+import pytest
 
 
 @dataclass(frozen=True)
@@ -181,6 +184,33 @@ class HubServer:
         if self.faults.stall is not None:
             self.faults.stall.wait(60)
         request.wfile.write(data[middle:])
+
+
+def point_at(server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Point huggingface-hub in this process at a server, with its cache and ours in a folder.
+
+    It reads its variables once, when it is imported.
+    """
+    from huggingface_hub import constants
+
+    template = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "ENDPOINT", server.endpoint)
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf" / "hub"))
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    for name, value in variables(server, folder).items():
+        monkeypatch.setenv(name, value)
+
+
+def variables(server: HubServer, folder: Path) -> dict[str, str]:
+    """The same for a process of its own."""
+    return {
+        "HF_ENDPOINT": server.endpoint,
+        "HF_HOME": str(folder / "hf"),
+        "SPECLLAMA_CONFIG": str(folder / "config"),
+        "NO_PROXY": "127.0.0.1",
+    }
 
 
 def _send(

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from command import environment, specllama
 from filelock import FileLock
-from hubserver import Faults, HubServer
+from hubserver import Faults, HubServer, point_at, variables
 from tiny import tiny
 
 from specllama import hub, hub_cache, models, pulled
@@ -48,19 +48,11 @@ def server(
     running: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[HubServer]:
     """The hub with one model, and huggingface-hub pointed at it and at an empty cache."""
-    from huggingface_hub import constants
     from huggingface_hub.utils import close_session  # type: ignore[attr-defined]
 
     running.files = {REPO: {FILE.file: tiny().read_bytes()}}
     running.faults, running.requests = Faults(), []
-    template = running.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
-    monkeypatch.setattr(constants, "ENDPOINT", running.endpoint)
-    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    monkeypatch.setenv("SPECLLAMA_CONFIG", str(tmp_path / "config"))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.delenv("HF_TOKEN", raising=False)
+    point_at(running, tmp_path, monkeypatch)
     said.clear()
     yield running
     close_session()
@@ -90,16 +82,6 @@ def kept() -> list[Path]:
         and path.name != "CACHEDIR.TAG"
         and "refs" not in path.parts
     ]
-
-
-def variables(server: HubServer, folder: Path) -> dict[str, str]:
-    """The same for a process of its own."""
-    return {
-        "HF_ENDPOINT": server.endpoint,
-        "HF_HOME": str(folder / "hf"),
-        "SPECLLAMA_CONFIG": str(folder / "config"),
-        "NO_PROXY": "127.0.0.1",
-    }
 
 
 # --- what is fetched -----------------------------------------------------------------------------
