@@ -75,13 +75,12 @@ def path(name: str, registry: Path | None) -> None:
 @models.command()
 @click.argument("name")
 @click.option("-m", "--model", required=True, help="The target: a path, or hf:owner/name/file.")
-@click.option("-md", "--model-draft", required=True, help="The draft, likewise.")
+@click.option("-md", "--model-draft", help="The draft, likewise.")
+@click.option("--requantise", metavar="TYPE", help="Draft with a smaller copy: Q2_K, for example.")
 @click.option("--licence", help="The licence of the weights.")
 @click.option("--about", help="One sentence for the list.")
 @_verbose
-def add(
-    name: str, model: str, model_draft: str, licence: str | None, about: str | None
-) -> None:
+def add(name: str, model: str, model_draft: str | None, **texts: str | None) -> None:
     """Add a pair of your own: fetch what is on the hub, check that the two work together, write it.
 
     It goes into models.toml in the configuration folder, where you can edit it.
@@ -89,7 +88,7 @@ def add(
     from specllama import models as registered
     from specllama.registry import own_path
 
-    spec, _ = registered.add(name, model, model_draft, announce, licence, about)
+    spec = registered.add(name, model, model_draft, announce, **texts)
     click.echo(f"{spec.name} is in {own_path()}; use it with --pair {spec.name}")
 
 

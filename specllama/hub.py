@@ -132,6 +132,8 @@ def fetch(remote: Remote, announce: Callable[[str], None] = log.info) -> bool:
     announce: told of what a person should know. Raises HubError; then, as after an interrupt,
     nothing of the file is left under its name.
     """
+    if _has_right_size(remote) and _verified(remote) and _named(remote).exists():
+        return False  # also where the cache cannot be written to
     with _locked(remote):
         blob = storage(remote.repo) / "blobs" / remote.etag
         fetched = True
@@ -214,9 +216,13 @@ def _checksum_fits(path: Path, remote: Remote) -> bool:
     return digest.hexdigest() == remote.etag
 
 
+def _named(remote: Remote) -> Path:
+    return storage(remote.repo) / "snapshots" / remote.commit / remote.file
+
+
 def _at(remote: Remote) -> Path:
     """Where the content of a file is, if it is: under its own name, else under its checksum."""
-    named = storage(remote.repo) / "snapshots" / remote.commit / remote.file
+    named = _named(remote)
     return named if named.exists() else storage(remote.repo) / "blobs" / remote.etag
 
 

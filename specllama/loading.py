@@ -202,7 +202,7 @@ def load(
             draft=draft_lm,
             draft_tokenizer=draft_tokenizer,
             n_tokens_draft=n_tokens_draft,
-            chat_template=target.chat_template,
+            chat_template=files.chat_template or target.chat_template,
             files=tuple(path for path in (files.target, files.draft) if path is not None),
             auto=auto,
             notices=notices,

@@ -106,18 +106,22 @@ def _is_here(source: Source) -> bool:
 
 
 def named(name: str, found: Callable[[], Registry]) -> list[Source]:
-    """What a pair's name, a path or a `hf:` text stands for.
+    """What a pair's name or a `hf:` text stands for.
 
     Of a repository alone, `hf:owner/name` or `hf:owner/name:Q4_K_M`, the one model that it has, or
     the one with these letters in its name, for which the hub is asked. Raises SpecllamaError.
     """
     if name.startswith(sources.HUB_PREFIX):
-        repo = re.fullmatch(rf"hf:({sources.REPO})(?::(\w+))?", name)
-        if repo is not None:
-            return [hub.choose_file(repo[1], part_of_name=repo[2] or "")]
-        return [sources.parse_hub(name)]
+        return [_on_hub(name)]
     spec = found().pair(name)
     return [spec.target, spec.draft]
+
+
+def _on_hub(text: str) -> HubFile:
+    repo = re.fullmatch(rf"hf:({sources.REPO})(?::(\w+))?", text)
+    if repo is not None:
+        return hub.choose_file(repo[1], part_of_name=repo[2] or "")
+    return sources.parse_hub(text)
 
 
 def pull(wanted: Sequence[Source], announce: Announce, again: str | None = None) -> list[Path]:
@@ -171,34 +175,42 @@ def _fetch(source: HubFile, remotes: Sequence[hub.Remote], announce: Announce) -
 def add(
     name: str,
     target: str,
-    draft: str,
+    draft: str | None,
     announce: Announce,
+    *,
+    requantise: str | None = None,
     licence: str | None = None,
     about: str | None = None,
-) -> tuple[PairSpec, check.Report]:
+) -> PairSpec:
     """Check two models as a pair, and write it into the user's own registry.
 
-    target, draft: paths or `hf:` texts, which are fetched first. Nothing is written when the pair
-    cannot work. Raises UsageError for a name that is taken, ModelError for a pair that is refused.
+    target, draft: paths or `hf:` texts, which are fetched first. requantise: the type of a smaller
+    copy of the target, in the place of a draft. Nothing is written when the pair cannot work.
+    Raises UsageError for a name that is taken, ModelError for a pair that is refused.
     """
     registry.require_name(name)
     own_registry.require_free(name)
-    sides = _given(target), _given(draft)
-    paths = pull(sides, announce)
+    if (draft is None) == (requantise is None):
+        raise UsageError("name either a draft model or a type to requantise the target to")
+    large = _given(target)
+    if draft is not None:
+        small: Source = _given(draft)
+    else:
+        small = Requantised(large, str(requantise).upper())
+    paths = pull((large, small), announce)
     report = check.examine(Files(paths[0], paths[1]))
     if report.refusal:
         raise ModelError(f"{report.refusal}; nothing was added")
     size = sum(part.stat().st_size for path in paths for part in _parts(path)) / 1e9
     size_gb = round(size, 2) or None
-    spec = PairSpec(name, *sides, licence=licence, about=about, size_gb=size_gb)
+    spec = PairSpec(name, large, small, licence=licence, about=about, size_gb=size_gb)
     own_registry.add(spec)
-    return spec, report
+    return spec
 
 
-def _given(text: str) -> Source:
+def _given(text: str) -> HubFile | LocalFile:
     if text.startswith(sources.HUB_PREFIX) and not os.path.lexists(text):
-        [source] = named(text, registry.load_registry)
-        return source
+        return _on_hub(text)
     return LocalFile(Path(os.path.abspath(os.path.expanduser(text))))
 
 
@@ -211,29 +223,38 @@ def _parts(path: Path) -> Iterator[Path]:
 def remove(name: str, found: Registry) -> Iterator[str]:
     """Delete what was fetched for a pair and take it out of the user's own registry.
 
-    Yields a sentence for each thing done or left. What another pair that is here uses stays, and so
-    does what was not fetched by specllama, and every file that is no download. Raises
-    SpecllamaError.
+    name: of a pair, or the `hf:` text of one file. Yields a sentence for each thing done or left.
+    What another pair that is here uses stays, and so does what was not fetched by specllama, and
+    every file that is no download. Raises SpecllamaError.
     """
+    if name.startswith(sources.HUB_PREFIX):
+        yield from _remove_unused(sources.parse_hub(name), found, name)
+        return
     spec = found.pair(name)
-    others = [row.spec for row in rows(found) if row.here == "yes" and row.spec.name != name]
-    for source in dict.fromkeys((spec.target, spec.draft)):
+    sides = (spec.target, spec.draft)
+    for source in sides:  # before the files that they are copies of
         if isinstance(source, Requantised):
             yield from _remove_copy(source, found, name)
-        file = _hub_file(source)
-        if file is None:
-            continue
-        users = [
-            other.name for other in others if file in map(_hub_file, (other.target, other.draft))
-        ]
-        if users:
-            yield f"{sources.describe(file)} stays, for {', '.join(users)}"
-        else:
-            yield from _remove_download(file)
+    for file in dict.fromkeys(filter(None, map(_hub_file, sides))):
+        yield from _remove_unused(file, found, name)
     if own_registry.remove(name):
         yield f"{name} is no longer in {registry.own_path()}"
     elif spec.registry is not None:
         yield f"{name} stays listed by {spec.registry}"
+
+
+def _remove_unused(file: HubFile, found: Registry, name: str) -> Iterator[str]:
+    users = [
+        row.spec.name
+        for row in rows(found)
+        if row.here == "yes"
+        and row.spec.name != name
+        and file in (_hub_file(row.spec.target), _hub_file(row.spec.draft))
+    ]
+    if users:
+        yield f"{sources.describe(file)} stays, for {', '.join(users)}"
+    else:
+        yield from _remove_download(file)
 
 
 def _remove_copy(source: Requantised, found: Registry, name: str) -> Iterator[str]:

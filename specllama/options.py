@@ -104,8 +104,11 @@ def set_verbose(_ctx: click.Context, _param: click.Parameter, value: bool) -> No
 file_path = click.Path(path_type=Path, readable=False)
 file_options = _together(
     click.option("--pair", metavar="NAME", help="A pair of models.toml.  [default: smollm2]"),
-    click.option("-m", "--model", type=file_path, help="The target, a GGUF file."),
-    click.option("-md", "--model-draft", type=file_path, help="The draft, a GGUF file."),
+    click.option(
+        "-m", "--model", type=file_path,
+        help="The target: a GGUF file, the name of a pair, or hf:owner/name/file.gguf.",
+    ),
+    click.option("-md", "--model-draft", type=file_path, help="The draft, likewise."),
     click.option("--models", type=file_path, help="Another registry file instead of models.toml."),
     click.option(
         "-c", "--ctx-size", type=int, help="Tokens of prompt and answer; 0: as trained.  [4096]"

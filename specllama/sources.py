@@ -113,7 +113,9 @@ def copy_path(requantised: Requantised, original: Path) -> Path:
     """
     identity = _identity(requantised.source, original)
     key = hashlib.sha256(identity.encode("utf-8", "surrogateescape")).hexdigest()[:16]
-    name = f"{original.stem}-{requantised.type}-{key}.gguf"
+    # A file's own name may be as long as a name can be.
+    stem = original.stem.encode("utf-8", "replace")[:150].decode("utf-8", "ignore")
+    name = f"{stem}-{requantised.type}-{key}.gguf"
     return cache_folder() / "requantised" / name
 
 

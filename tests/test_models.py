@@ -14,6 +14,7 @@ from tiny import CHECKOUT, tiny
 
 from specllama import memory, models
 from specllama.cli import _run
+from specllama.loading import find_files, load
 from specllama.registry import PairSpec, Registry
 from specllama.sources import LocalFile
 
@@ -198,6 +199,45 @@ def test_add_writes_a_checked_pair_and_keeps_what_is_in_the_file(person: Person)
     assert "has a pair new.one already" in taken.err
 
 
+def test_a_pair_of_one_model_and_a_smaller_copy(
+    person: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECLLAMA_CACHE", str(person.folder / "copies"))
+    person.runs("models", "add", "alone", "-m", f"hf:{BIG}", "--requantise", "q8_0")
+    assert tomllib.loads(person.own.read_text("utf-8"))["pairs"]["alone"]["draft"] == {
+        "requantise": {"repo": BIG, "file": "big.gguf"},
+        "type": "Q8_0",
+    }
+    target, draft = map(Path, person.runs("models", "path", "alone").text.splitlines())
+    assert draft.parent.parent == person.folder / "copies" and draft.stat().st_size
+    removed = person.runs("models", "remove", "alone")
+    assert not draft.exists() and not target.exists() and person.contents() == 0
+    assert f"removed {draft}" in removed.text
+    failed = person.runs("models", "add", "alone", "-m", f"hf:{BIG}", code=2)
+    assert "name either a draft model or a type" in failed.err
+
+
+def test_names_that_look_alike_and_the_longest_name_are_kept_apart(person: Person) -> None:
+    names = ["\u00e9.gguf", "e\u0301.gguf", "x" * 250 + ".gguf"]
+    for name in names:
+        (person.folder / name).write_bytes(tiny().read_bytes())
+    for count, name in enumerate(names):
+        file = person.folder / name
+        person.runs("models", "add", f"p{count}", "-m", file, "-md", file)
+        found = person.runs("models", "path", f"p{count}").text.splitlines()
+        assert found == [str(file), str(file)]
+
+
+def test_a_chat_template_of_the_registry_replaces_the_files(person: Person) -> None:
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    person.writes(f'[pairs.x]\ntarget.path = "{tiny()}"\ndraft.path = "{tiny()}"\n')
+    files = find_files("x")
+    assert files.chat_template is None
+    person.writes(person.own.read_text("utf-8") + f"chat_template = '{template}'\n")
+    with load("x", ctx_size=64, threads=1) as pair:
+        assert pair.chat_template == template
+
+
 @pytest.mark.parametrize("fault", ["another vocabulary", "no file", "no model", "no hub"])
 def test_what_cannot_work_is_not_added(person: Person, fault: str) -> None:
     person.writes(HUB_PAIR)
@@ -266,6 +306,17 @@ def test_files_that_are_no_download_are_never_deleted(person: Person) -> None:
     assert own.is_file()
     stays = person.runs("models", "remove", "qwen3-8b")
     assert stays.text == f"qwen3-8b stays listed by {CHECKOUT / 'models.toml'}\n"
+
+
+def test_one_file_is_removed_by_its_name_on_the_hub(person: Person) -> None:
+    person.writes(HUB_PAIR)
+    person.runs("models", "pull", "tiny")
+    stays = person.runs("models", "remove", f"hf:{BIG}/big.gguf")
+    assert stays.text == f"big.gguf of {BIG} stays, for tiny\n"
+    person.runs("models", "remove", "tiny")
+    person.runs("models", "pull", f"hf:{BIG}/big.gguf")
+    assert "removed big.gguf" in person.runs("models", "remove", f"hf:{BIG}/big.gguf").text
+    assert person.contents() == 0
 
 
 def test_what_another_program_fetched_stays(person: Person) -> None:

@@ -68,7 +68,8 @@ def test_the_metadata_says_what_is_needed(wheel: Path) -> None:
     needed = {line.partition(";")[0].strip() for line in requires if "extra ==" not in line}
     assert "llama-cpp-python<0.4,>=0.3.36" in needed
     assert {line.partition(">")[0].partition("<")[0] for line in needed} == {
-        *("llama-cpp-python", "numpy", "click", "huggingface-hub")
+        *("llama-cpp-python", "numpy", "click", "huggingface-hub", "tomlkit", "jinja2"),
+        "prompt_toolkit",
     }
     assert set(metadata.get_all("Provides-Extra", [])) == {"plot", "dev"}
 

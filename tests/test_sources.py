@@ -120,6 +120,14 @@ def test_a_copy_is_named_after_its_source_and_type(
     assert not (tmp_path / "cache").exists()
 
 
+def test_a_copy_of_a_file_with_the_longest_name_can_be_written(tmp_path: Path) -> None:
+    model = tmp_path / ("é" * 125 + ".gguf")  # 255 bytes
+    model.write_bytes(b"GGUF")
+    path = copy_path(Requantised(LocalFile(model), "Q2_K"), model)
+    (tmp_path / path.name).write_bytes(b"GGUF")
+    assert path.name.startswith("é" * 75 + "-Q2_K-")
+
+
 def test_a_changed_source_gets_another_copy(tmp_path: Path) -> None:
     model, other = tmp_path / "a" / "m.gguf", tmp_path / "b" / "m.gguf"
     for file in (model, other):
