@@ -94,9 +94,9 @@ def _fits(spec: PairSpec, physical: int | None) -> bool | None:
 def _is_here(source: Source) -> bool:
     if isinstance(source, Requantised):
         return _is_here(source.source)
-    if isinstance(source, HubFile):
-        return all(hub_cache.find(source))
     try:
+        if isinstance(source, HubFile):
+            return all(hub_cache.find(source))
         return sources.locate(source).is_file()
     except SpecllamaError:
         return False

@@ -153,6 +153,13 @@ def test_list_tells_what_is_here_and_what_it_is_for(person: Person) -> None:
     assert person.server.requests == []
 
 
+def test_a_pair_that_is_not_right_does_not_hide_the_others(person: Person) -> None:
+    person.writes(HUB_PAIR.replace(BIG, "o/a..b"))
+    assert person.runs("models", "list").text.count("\n") > 10
+    assert 'no repository called "o/a..b"' in person.runs("models", "pull", "tiny", code=1).err
+    assert 'no repository called "o/a..b"' in person.runs("models", "path", "tiny", code=3).err
+
+
 def test_what_fits_follows_from_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     file = LocalFile(tiny())
 

@@ -69,7 +69,7 @@ def test_the_metadata_says_what_is_needed(wheel: Path) -> None:
     assert "llama-cpp-python<0.4,>=0.3.36" in needed
     assert {line.partition(">")[0].partition("<")[0] for line in needed} == {
         *("llama-cpp-python", "numpy", "click", "huggingface-hub", "tomlkit", "jinja2"),
-        "prompt_toolkit",
+        "prompt-toolkit",
     }
     assert set(metadata.get_all("Provides-Extra", [])) == {"plot", "dev"}
 
@@ -94,7 +94,7 @@ def test_an_unpacked_wheel_finds_its_own_registry(wheel: Path, tmp_path: Path) -
     code = (
         f"import sys; sys.path.insert(0, {str(site)!r})\n"
         "from specllama.registry import load_registry\n"
-        "registry = load_registry(); registry.pair('smollm2'); print(registry.path)"
+        "registry = load_registry(); registry.pair('smollm2'); print(registry.paths[0])"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
