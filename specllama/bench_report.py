@@ -223,7 +223,7 @@ def as_object(
 
 
 def _staircase(costs: CostTable) -> dict[str, float]:
-    """The median milliseconds by rows, made monotone, as the draft lengths are chosen by."""
+    """The milliseconds by rows, as the draft lengths are chosen by."""
     if not costs.is_measured:
         return {}
     return {str(rows): round(costs.ms(rows), 3) for rows in costs.timings()}

@@ -55,7 +55,7 @@ _CONTINUES = 5
 _ABORTED = 2  # what llama_decode returns when the abort callback said so
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _DIGEST = 32  # bytes
-_ROWS_AT_ONCE = 128
+_ROWS_AT_ONCE = 64
 _PLAIN_CACHES = (0, 1)  # GGML_TYPE_F32, GGML_TYPE_F16; a quantised one needs flash attention
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
 _FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
@@ -707,7 +707,7 @@ def _attention(params: Any, model: Model, flash: bool | None) -> None:
 
     llama.cpp's flash attention for processors reads the cache again for every row of a small batch:
     with 500 tokens of context one row takes twice as long as without, and eight rows three times,
-    at 3,500 three and nine times. Without it the scores are kept in memory, which parts of 128 rows
+    at 3,500 three and nine times. Without it the scores are kept in memory, which parts of 64 rows
     bound; larger parts are no faster.
     """
     if flash is None and (_on_gpu(model) or params.type_v not in _PLAIN_CACHES):
