@@ -41,10 +41,9 @@ def take(chat: Chat, line: str) -> bool:
 
 def _run(chat: Chat, name: str, argument: str) -> bool:
     if name not in COMMANDS:
-        meant = nearest(_HABITS.get(name, name), COMMANDS, "/")
-        raise UsageError(
-            f"there is no command /{name}{meant}; /help lists them, and //{name} sends it as text"
-        )
+        meant = nearest(_HABITS.get(name, name), COMMANDS)
+        next_step = f"did you mean /{meant}?" if meant else "/help lists them"
+        raise UsageError(f"there is no command /{name}; {next_step} (//{name} sends it as text)")
     COMMANDS[name].run(chat, argument)
     return name != "quit"
 

@@ -52,4 +52,4 @@ def _with_legend(answer: Pieces, marks: Callable[[str], tuple[str, ...]]) -> str
 
     shown = "".join(marked(provenance, text) for provenance, text in answer)
     legend = (f"{marked(name, name)} {meaning}" for name, meaning in MEANING.items())
-    return f"{shown}\n{'; '.join(legend)}"
+    return "\n".join([shown, "", *legend])

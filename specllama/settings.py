@@ -52,7 +52,9 @@ def _known(name: str) -> str:
     plain = name.lstrip("-").replace("_", "-").lower()
     plain = _ALIASES.get(plain, plain)
     if plain not in _SETTINGS:
-        raise UsageError(f'there is no parameter "{name}"{nearest(plain, _SETTINGS)}; see /set')
+        meant = nearest(plain, _SETTINGS)
+        next_step = f"did you mean {meant}?" if meant else "/set lists them"
+        raise UsageError(f'there is no parameter "{name}"; {next_step}')
     return plain
 
 

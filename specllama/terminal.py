@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,13 +52,12 @@ class Screen:
 
     def say(self, message: str) -> None:
         """Tell something that is no part of an answer."""
-        self._note(harmless(message) if self._note_terminal else message)
+        self._note(self._fitted(message))
 
     def aside(self, message: str) -> None:
         """Tell something of less interest, dimmed where there are colours."""
-        if not has_colours():
-            return self.say(message)
-        self._note(f"\x1b[2m{harmless(message)}\x1b[0m")
+        message = self._fitted(message)
+        self._note(f"\x1b[2m{message}\x1b[0m" if has_colours() else message)
 
     def show_provenance(self, answer: provenance.Pieces) -> None:
         """Tell where the pieces of an answer came from, in colours or with brackets."""
@@ -64,6 +65,15 @@ class Screen:
             answer = [(kind, harmless(text)) for kind, text in answer]
         mark = provenance.coloured if has_colours() else provenance.bracketed
         self._note(mark(answer))
+
+    def _fitted(self, message: str) -> str:
+        """A message as it may be shown, on a terminal in lines that are no longer than its own."""
+        if not self._note_terminal:
+            return message
+        width = max(20, shutil.get_terminal_size().columns)
+        wrapper = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
+        lines = (wrapper.wrap(line) or [""] for line in harmless(message).split("\n"))
+        return "\n".join(part for wrapped in lines for part in wrapped)
 
     def _note(self, message: str) -> None:
         # What cannot be told is no reason to lose an answer.
@@ -125,7 +135,7 @@ class LineEditor:
         )
 
     def read(self) -> str:
-        """The next message; empty when the user discards a line with Ctrl-C.
+        """The next message; empty when the user discards a line with Ctrl-C, also just after Enter.
 
         Raises KeyboardInterrupt for Ctrl-C at an empty prompt and EOFError for Ctrl-D there.
         """
@@ -133,7 +143,22 @@ class LineEditor:
             text = self._session.prompt()
         finally:
             self._mark_pastes()
+        if self._is_taken_back():
+            return ""
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def _is_taken_back(self) -> bool:
+        """Whether Ctrl-C came after Enter, but too early to be a signal.
+
+        Until the terminal left the mode of the prompt it was one more key for the next prompt.
+        """
+        from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
+        from prompt_toolkit.keys import Keys
+
+        keys = get_typeahead(self._session.input) + self._session.input.read_keys()
+        stops = [at for at, press in enumerate(keys) if press.key == Keys.ControlC]
+        store_typeahead(self._session.input, keys[stops[-1] + 1 :] if stops else keys)
+        return bool(stops)
 
     def _mark_pastes(self) -> None:
         """Let the terminal mark pastes during the answer too, for the prompt that follows."""
@@ -205,10 +230,24 @@ def _bindings() -> KeyBindings:
 
 
 def _completer(commands: Mapping[str, bool]) -> Completer:
-    from prompt_toolkit.completion import NestedCompleter, PathCompleter
+    """Completes the name of a command, and the path behind one that takes a file."""
+    from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+    from prompt_toolkit.document import Document
 
     paths = PathCompleter(expanduser=True)
-    return NestedCompleter({name: paths if path else None for name, path in commands.items()})
+
+    class Commands(Completer):
+        def get_completions(
+            self, document: Document, complete_event: CompleteEvent
+        ) -> Iterator[Completion]:
+            typed, blank, path = document.text_before_cursor.partition(" ")
+            if not blank:
+                found = (name for name in commands if typed and name.startswith(typed))
+                yield from (Completion(name, -len(typed)) for name in found)
+            elif commands.get(typed):
+                yield from paths.get_completions(Document(path), complete_event)
+
+    return Commands()
 
 
 def _history(path: Path | None) -> History:
@@ -256,6 +295,7 @@ def _unechoed(termios: Any, modes: list[Any]) -> None:
     """Neither echo input nor cut it into lines; the keyboard can still interrupt."""
     modes[0] &= ~termios.ICRNL
     modes[3] &= ~(termios.ECHO | termios.ICANON)
+    modes[3] |= termios.NOFLSH  # what was typed ahead survives Ctrl-C
 
 
 def _ordinary(termios: Any, modes: list[Any]) -> None:
