@@ -19,6 +19,7 @@ import click
 import specllama
 from specllama import answers, console
 from specllama.cli_bench import bench
+from specllama.cli_chat import chat
 from specllama.cli_models import models
 from specllama.errors import ModelError, SpecllamaError, UsageError
 from specllama.interrupts import interruptible
@@ -247,6 +248,7 @@ def explain(
 
 command.add_command(bench)
 command.add_command(models)
+command.add_command(chat)
 
 
 if __name__ == "__main__":
