@@ -310,7 +310,7 @@ def test_without_a_place_for_the_history_there_is_none(
 
 def test_tab_completes_commands_and_paths(home: Path) -> None:
     (home / "unmistakable.txt").write_text("read me")
-    with chat(home) as t:
+    with chat(home, columns=200) as t:
         t.wait_for_prompt()
         t.keys("/cont\t")
         t.wait_for("> /context")
