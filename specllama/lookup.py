@@ -6,6 +6,7 @@ text that is quoted, a list with a form. The law of such a guess is one-hot.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from specllama.acceptance import Draft, Round, overlap
@@ -94,6 +95,9 @@ class LookupDrafter:
     """
 
     _BUCKETS = (1, 3, 4, 6, 9, 16, 32)
+    # What guesses are worth before any was seen: the longer the repetition, the surer.
+    _EXPECTED = (0.3, 0.5, 0.5, 0.6, 0.7, 0.8, 0.9)
+    _PRIOR = 2.0  # tokens that this counts as
     _FORGET = 0.99
     _FORGIVE = 0.98
 
@@ -104,8 +108,7 @@ class LookupDrafter:
         self.shortest = shortest  # repetitions of fewer tokens say too little
         self._limit = limit
         self._texts: dict[int, SuffixAutomaton] = {}
-        # Accepted and rejected mass, with one of each to begin with.
-        self._counts = [[1.0, 1.0] for _ in self._BUCKETS]
+        self._counts = [[0.0, 0.0] for _ in self._BUCKETS]  # accepted and rejected mass
         self._buckets: list[int | None] = []
 
     def prepare(self, state: SequenceState) -> None:
@@ -119,8 +122,7 @@ class LookupDrafter:
         if length < self.shortest or not self.budget.costs.is_measured or self.budget.is_resting:
             return 0.0, [], None
         bucket = max(i for i, least in enumerate(self._BUCKETS) if length >= least)
-        accepted, rejected = self._counts[bucket]
-        chance = accepted / (accepted + rejected)
+        chance = self._chance(bucket)
         most = min(limit, self._limit, 4 * length, len(text.tokens) - end)
         gain, count = self.budget.best([chance**m for m in range(1, most + 1)], lambda m: 0.0)
         if gain <= 0:
@@ -128,9 +130,18 @@ class LookupDrafter:
             return 0.0, [], bucket
         return gain, text.tokens[end : end + count], bucket
 
+    def _chance(self, bucket: int) -> float:
+        """A bucket's acceptance; where little was seen, that of shorter repetitions at least."""
+        mean = 0.0
+        counts = zip(self._EXPECTED, self._counts, strict=True)
+        for expected, (accepted, rejected) in itertools.islice(counts, bucket + 1):
+            prior = self._PRIOR * max(expected, mean)
+            mean = (prior + accepted) / (self._PRIOR + accepted + rejected)
+        return mean
+
     def _forgive(self, bucket: int) -> None:
         """Move a bucket that is not tried any more back to where it began: texts change."""
-        self._counts[bucket] = [1 + self._FORGIVE * (n - 1) for n in self._counts[bucket]]
+        self._counts[bucket] = [self._FORGIVE * n for n in self._counts[bucket]]
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """The offers, as drafts."""

@@ -229,3 +229,13 @@ def test_a_kind_of_guess_that_failed_is_tried_again_some_day() -> None:
     tried = [bool(drafter.propose([state(repeated)], [4])[0].tokens) for _ in range(300)]
     assert not tried[0]
     assert any(tried)
+
+
+def test_longer_repetitions_are_trusted_as_much_as_shorter_ones_until_they_were_seen() -> None:
+    drafter = LookupDrafter(budget())
+    fresh = [drafter._chance(i) for i in range(len(drafter._counts))]
+    assert fresh == sorted(fresh)
+    drafter._counts[2] = [50.0, 1.0]
+    assert all(drafter._chance(i) > 0.9 for i in range(2, len(drafter._counts)))
+    drafter._counts[4] = [1.0, 50.0]  # evidence of its own counts for more
+    assert drafter._chance(4) < 0.1
