@@ -15,6 +15,7 @@ from specllama.errors import DecodeError, InvalidLogits, UsageError
 from specllama.lm import CachedLM, Request
 from specllama.lookahead import LengthPolicy
 from specllama.sampling import Law, Logits, SamplingParams, Streams, next_law
+from specllama.vocabulary_map import SharedIds, VocabularyMap
 
 
 @dataclass(slots=True)
@@ -75,25 +76,28 @@ class NullDrafter:
 
 @dataclass(slots=True)
 class _Working:
-    """A draft in the making: `tokens` are the committed ones and then the drafted ones.
-
-    skip: how many of the first tokens are not shown to the draft model.
-    """
+    """A draft in the making: `shown` is what the draft model sees, in its own tokens."""
 
     state: SequenceState
     params: SamplingParams
     limit: int
-    skip: int
-    tokens: list[int]
-    laws: list[Law]
+    shown: list[int]
+    tokens: list[int] = field(default_factory=list)
+    laws: list[Law] = field(default_factory=list)
     failed: bool = False
 
-    def request(self) -> Request:
-        return Request(self.state.slot, self.tokens[self.skip :])
+    @property
+    def position(self) -> int:
+        """The place of the next token in the sequence."""
+        return len(self.state.tokens) + len(self.tokens)
+
+    def law(self, row: Logits) -> Law:
+        # The drafted tokens are part of the history: penalties see them.
+        history = [*self.state.tokens, *self.tokens] if self.params.uses_history else ()
+        return next_law(row, self.params, history, self.position)
 
     def draft(self) -> Draft:
-        drafted = self.tokens[len(self.tokens) - len(self.laws) :]
-        return Draft(tuple(drafted), tuple(self.laws), self.failed)
+        return Draft(tuple(self.tokens), tuple(self.laws), self.failed)
 
 
 # What a one-hot law is softened to: enough of the row to tell a sure token from a doubtful one.
@@ -108,8 +112,8 @@ def _shape(law: Law, logits: Logits, params: SamplingParams) -> Law:
 class ModelDrafter:
     """Samples the proposal from a smaller model, all sequences together, one decode per depth.
 
-    n_shared: ids below it mean the same in both models; others are never drafted, and a sequence
-    that contains one is not shown to the draft model. temperature: the draft's own sampling
+    vocabulary: how it reads the target's tokens, and which of them it can propose; a number means
+    that ids below it are the same in both models. temperature: the draft's own sampling
     temperature; None takes the target's. At target temperature 0 the draft is greedy too.
 
     A draft model that was not asked for a while reads only the last tokens of what it missed: its
@@ -123,21 +127,23 @@ class ModelDrafter:
         self,
         lm: CachedLM,
         policy: LengthPolicy,
-        n_shared: int,
+        vocabulary: VocabularyMap | int,
         temperature: float | None = None,
     ) -> None:
         self.lm = lm
         self.policy = policy
-        self._n_shared = n_shared
+        self.vocabulary = SharedIds(vocabulary) if isinstance(vocabulary, int) else vocabulary
         self._temperature = temperature
-        self._skipped: dict[int, int] = {}  # by slot: how many first tokens are not shown
+        # By slot: how many first tokens, in the draft's count, are not shown.
+        self._skipped: dict[int, int] = {}
 
     def prepare(self, state: SequenceState) -> None:
         """Decode all of the prompt but its last token, if the policy would draft now."""
         self._skipped[state.slot] = 0
-        self.policy.start([self.lm.missing(state.slot, state.tokens)])
+        tokens = self._read(state)
+        self.policy.start([self.lm.missing(state.slot, tokens)])
         if state.n_left > 1 and self.room(state) > 0 and self.policy.expects(0):
-            self.lm.prefill(state.slot, state.tokens[:-1])
+            self.lm.prefill(state.slot, tokens[:-1])
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """Draft until the policy, the limit or the draft model's context says stop."""
@@ -157,22 +163,27 @@ class ModelDrafter:
     def _catch_up(self, state: SequenceState) -> int:
         """How many tokens the draft model would read now, after what it missed is cut short."""
         skip = self._skipped.get(state.slot, 0)
-        missing = self.lm.missing(state.slot, state.tokens[skip:])
+        tokens = self._read(state)
+        missing = self.lm.missing(state.slot, tokens[skip:])
         if missing > self._WINDOW:
-            self._skipped[state.slot] = len(state.tokens) - self._WINDOW
+            self._skipped[state.slot] = len(tokens) - self._WINDOW
         return min(missing, self._WINDOW)
 
     def _begin(self, state: SequenceState, limit: int) -> _Working:
         skip = self._skipped.get(state.slot, 0)
         limit = min(limit, self.room(state))
-        return _Working(state, self._params(state.params), limit, skip, list(state.tokens), [])
+        return _Working(state, self._params(state.params), limit, self._read(state)[skip:])
+
+    def _read(self, state: SequenceState) -> list[int]:
+        return self.vocabulary.read(state.slot, state.tokens)
 
     def room(self, state: SequenceState) -> int:
         """How many tokens the draft model can propose for a sequence; none that it cannot read."""
-        if state.highest >= self._n_shared:
+        if not self.vocabulary.can_read(state.highest):
             return 0
+        n_shown = len(self._read(state)) - self._skipped.get(state.slot, 0)
         # The last draft token is never decoded here, so k of them need k - 1 cells more.
-        return max(0, self.lm.n_ctx - len(state.tokens) + self._skipped.get(state.slot, 0) + 1)
+        return max(0, self.lm.n_ctx - n_shown + 1) if n_shown > 0 else 0
 
     def _params(self, params: SamplingParams) -> SamplingParams:
         if self._temperature is None or params.temperature == 0:
@@ -182,7 +193,7 @@ class ModelDrafter:
     def _extend(self, work: Sequence[_Working], active: Sequence[int]) -> list[int]:
         """One more token for each active draft; those that go on."""
         try:
-            rows = self.lm.logits([work[i].request() for i in active])
+            rows = self.lm.logits([Request(work[i].state.slot, work[i].shown) for i in active])
         except DecodeError:
             for i in active:
                 work[i].failed = True
@@ -190,16 +201,19 @@ class ModelDrafter:
         going = []
         for i, logits in zip(active, rows, strict=True):
             w = work[i]
+            row = self.vocabulary.row(logits[0])
+            if row is None:  # known before a token is drawn, so that it biases nothing
+                continue
             try:
-                shared = logits[0][: self._n_shared]
-                law = next_law(shared, w.params, w.tokens, len(w.tokens))
+                law = w.law(row)
             except (InvalidLogits, UsageError):
                 # NaN, or nothing left that is not banned: the target goes on alone.
                 w.failed = True
                 continue
-            if self.policy.submit(i, lambda: _shape(law, shared, w.params)):  # noqa: B023
+            if self.policy.submit(i, lambda: _shape(law, row, w.params)):  # noqa: B023
+                token = w.state.streams.at(w.position).draft.categorical(law)
                 w.laws.append(law)
-                rng = w.state.streams.at(len(w.tokens)).draft
-                w.tokens.append(rng.categorical(law))
+                w.tokens.append(token)
+                w.shown.append(self.vocabulary.drafted(token))
                 going.append(i)
         return going

@@ -151,7 +151,7 @@ class Pair:
         self.auto = auto
         self.notices = tuple(notices)
         self._verifier = verifier
-        self._n_tokens = n_tokens
+        self.n_tokens = n_tokens
         self._close = close
 
     def close(self) -> None:
@@ -243,7 +243,7 @@ class Pair:
             self.target,
             self.speculation.drafter,
             VERIFIERS[stats.verifier],
-            self._n_tokens,
+            self.n_tokens,
             self.speculation.budget,
         )
         clock = time.perf_counter

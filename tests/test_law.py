@@ -43,6 +43,7 @@ from specllama.lookahead import FixedLength, LengthPolicy, MeasuredLength
 from specllama.lookup import BestDrafter, LookupDrafter
 from specllama.sampling import Law, SamplingParams, Streams
 from specllama.speculation import Speculator
+from specllama.vocabulary_map import PairedIds, SharedIds, VocabularyMap
 
 EXACT = 1e-12
 BOTH = pytest.mark.parametrize("verify", [verify_tokens, verify_block])
@@ -57,11 +58,11 @@ FLAT_DRAFT = Noisy(FLAT_TARGET, seed=6)
 def model_drafter(
     model: Table | Noisy | Iid,
     policy: Callable[[Oracle], LengthPolicy],
-    n_shared: int | None = None,
+    vocabulary: int | VocabularyMap | None = None,
     temperature: float | None = None,
 ) -> Callable[[Oracle], Drafter]:
     return lambda oracle: ModelDrafter(
-        toy_lm(model), policy(oracle), n_shared or model.n_vocab, temperature
+        toy_lm(model), policy(oracle), vocabulary or model.n_vocab, temperature
     )
 
 
@@ -304,6 +305,72 @@ def test_two_sequences_in_one_batch_are_exact_and_independent(verify: Verifier) 
     assert error(loop, 2, n_sequences=2) < EXACT
 
 
+def each_as(*ids: int) -> Callable[[Sequence[int]], list[int]]:
+    """Spells each of the tokens that the draft lacks as the same ids."""
+    return lambda run: [*ids] * len(run)
+
+
+# What each id of the draft is in the target, -1 for nothing; and how other tokens are spelt.
+VOCABULARIES: dict[str, PairedIds] = {
+    "permuted": PairedIds([2, 0, 1], 3, each_as()),
+    "more tokens": PairedIds([0, -1, 1, 2, -1], 3, each_as()),
+    "fewer tokens": PairedIds([1, 0], 3, each_as(1, 0)),
+    "partly the same": PairedIds([-1, 1, 0, -1], 3, each_as(3)),
+    "one token the same": PairedIds([-1, 2, -1, -1], 3, each_as(0, 3)),
+    "one token twice": PairedIds([0, 1, 2, 1], 3, each_as()),
+    "padding": PairedIds([1, -1, 0, 2], 3, each_as(1), n_real=3),
+    "its own beginning": PairedIds([1, 2, -1], 3, each_as(), first=2),
+    "some that cannot be read": PairedIds([1, 2, -1], 3, each_as()),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", VOCABULARIES)
+def test_drafts_with_other_vocabularies(verify: Verifier, name: str) -> None:
+    ids, proposed = VOCABULARIES[name], 0
+
+    def run(oracle: Oracle, draft: Table) -> tuple[int, ...]:
+        nonlocal proposed
+        drafter = Counting(ModelDrafter(toy_lm(draft), FixedLength(2), ids))
+        emitted = Loop(TARGET, lambda _: drafter, verify, prompt=(0, 1)).emit(oracle, 3)
+        proposed += drafter.proposed
+        return emitted
+
+    wanted = target_law(TARGET, 3, prompt=(0, 1))
+    for seed in (41, 42, 43):
+        draft = Table(len(ids.to_target), seed, concentration=2)
+        emitted = enumerate_runs(lambda oracle: run(oracle, draft))  # noqa: B023
+        assert distance(emitted, wanted) < EXACT
+    assert proposed > 0
+
+
+@BOTH
+@pytest.mark.parametrize("params", ["defaults", "frequency penalty", "logit bias", "top-k"])
+def test_transforms_with_other_vocabularies(verify: Verifier, params: str) -> None:
+    ids = PairedIds([-1, 1, 0, 1], 3, each_as(3))
+    drafter = model_drafter(Table(4, 43, concentration=3), fixed(2), ids)
+    assert error(Loop(FLAT_TARGET, drafter, verify, TRANSFORMS[params]), 3) < EXACT
+
+
+@dataclass
+class Counting:
+    """A drafter that counts what it proposes."""
+
+    inner: ModelDrafter
+    proposed: int = 0
+
+    def prepare(self, state: SequenceState) -> None:
+        self.inner.prepare(state)
+
+    def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
+        drafts = self.inner.propose(sequences, limits)
+        self.proposed += sum(len(draft.tokens) for draft in drafts)
+        return drafts
+
+    def observe(self, rounds: Sequence[Round]) -> None:
+        self.inner.observe(rounds)
+
+
 class Unhealthy(ToyContext):
     """A draft whose logits are NaN after some histories."""
 
@@ -460,6 +527,51 @@ def test_the_unmutated_copy_of_block_verification_is_exact() -> None:
     right = block(cap=True, token_residual=False)
     for target, draft in PAIRS:
         assert error(Loop(target, honest(draft), right), 3) < EXACT
+
+
+def scaled(factors: Sequence[float]) -> Callable[[Draft], Draft]:
+    """Report each token's probability times its factor."""
+
+    def change(draft: Draft) -> Draft:
+        laws = tuple(Law(law.probs * np.array(factors), law.ids) for law in draft.laws)
+        return Draft(draft.tokens, laws)
+
+    return change
+
+
+def drop_the_third(draft: Draft) -> Draft:
+    """Throw away what was drawn from the first token on that the target lacks."""
+    end = draft.tokens.index(2) if 2 in draft.tokens else len(draft.tokens)
+    return Draft(draft.tokens[:end], draft.laws[:end])
+
+
+# Of a draft with the law (.4, .3, .3): what its ids are in the target, and what is done to what it
+# proposes.
+VOCABULARY_MUTATIONS: dict[str, tuple[VocabularyMap, Callable[[Draft], Draft]]] = {
+    "masked, but tested with the unmasked law": (
+        PairedIds([0, 1, -1], 3, each_as(0)), scaled([0.7, 0.7, 1]),
+    ),
+    "two ids of one token, tested with the law of one": (
+        PairedIds([0, 1, 1], 3, each_as(0)), scaled([1, 0.5, 1]),
+    ),
+    "drawn unmasked, and dropped when the target lacks it": (
+        SharedIds(3), drop_the_third,
+    ),
+}
+
+
+@BOTH
+@pytest.mark.parametrize("name", VOCABULARY_MUTATIONS)
+def test_the_law_test_catches_wrong_maps(verify: Verifier, name: str) -> None:
+    ids, change = VOCABULARY_MUTATIONS[name]
+
+    def drafter(change: Callable[[Draft], Draft]) -> Callable[[Oracle], Drafter]:
+        draft = Iid(0.4, 0.3, 0.3)
+        return lambda _: Liar(ModelDrafter(toy_lm(draft), FixedLength(2), ids), change)
+
+    target = Iid(0.5, 0.3, 0.2)
+    assert error(Loop(target, drafter(change), verify), 3) > 1e-3
+    assert error(Loop(target, drafter(lambda draft: draft), verify), 3) < EXACT
 
 
 def test_penalties_that_do_not_see_the_drafted_tokens_are_caught() -> None:
