@@ -78,7 +78,7 @@ def _parameter(field: str, parse: Callable[[str], Any]) -> Setting:
     def change(conversation: Conversation, text: str) -> None:
         conversation.params = replace(conversation.params, **{field: parse(text)})
 
-    return Setting(lambda conversation: f"{getattr(conversation.params, field):g}", change)
+    return Setting(lambda conversation: f"{getattr(conversation.params, field):.15g}", change)
 
 
 def _change_bias(conversation: Conversation, text: str) -> None:
@@ -92,7 +92,7 @@ def _change_bias(conversation: Conversation, text: str) -> None:
 
 def _show_bias(conversation: Conversation) -> str:
     biases = conversation.params.logit_bias.items()
-    return " ".join(f"{token}{bias:+g}" for token, bias in biases) or NONE
+    return " ".join(f"{token}{bias:+.15g}" for token, bias in biases) or NONE
 
 
 def _change_seed(conversation: Conversation, text: str) -> None:
