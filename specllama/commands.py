@@ -133,9 +133,10 @@ def _draft(chat: Chat, choice: str) -> None:
     if choice:
         is_number = choice.isascii() and choice.isdecimal()
         chat.conversation.speculate(int(choice) if is_number else choice.lower())
-    verdict = chat.conversation.pair.speculation.verdict()
-    state = f"drafting: {chat.conversation.speculation}"
-    chat.screen.say(f"{state}; {verdict}" if verdict else state)
+    now = chat.conversation.speculation
+    # The draft model that answers alone drafts for nobody.
+    verdict = None if now == "only" else chat.conversation.pair.speculation.verdict()
+    chat.screen.say(f"drafting: {now}; {verdict}" if verdict else f"drafting: {now}")
 
 
 def _show(chat: Chat, _: str) -> None:
