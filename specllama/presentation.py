@@ -59,11 +59,16 @@ def print_turn_without_thinking(chunks: Iterator[Chunk], screen: Screen) -> None
 
 
 def _stream_texts(texts: Iterator[str], screen: Screen) -> None:
+    is_begun = False
     try:
         for text in texts:
+            is_begun = True
             screen.answer(text)
-    finally:
-        screen.answer("\n")
+    except BaseException:
+        if is_begun:  # a message that is refused leaves no empty line
+            screen.answer("\n")
+        raise
+    screen.answer("\n")
 
 
 def _spoken(chunks: Iterator[Chunk]) -> Iterator[str]:
