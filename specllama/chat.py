@@ -59,9 +59,15 @@ class Chat:
         """
         spoken = [text] if text.strip("\ufeff \t\r\n") else []
         message = "\n\n".join([*self._attached, *spoken])
-        if message:
+        if not message:
+            return
+        before = self.conversation.last
+        try:
             self.show(self.conversation.ask(message))
-            self._attached.clear()
+        finally:
+            # An answer that was stopped has been asked for all the same.
+            if self.conversation.last is not before:
+                self._attached.clear()
 
     def attach(self, text: str) -> None:
         """Put a text before the next message."""
@@ -94,7 +100,7 @@ class Chat:
         self._n_notices = len(notices)
 
     def keep(self) -> None:
-        """Save the conversation where it is kept, if anywhere. Raises UsageError."""
+        """Save the conversation where it is kept, if anywhere. Raises SpecllamaError."""
         if self.session is not None:
             self.save(self.session)
 
@@ -104,8 +110,9 @@ class Chat:
             sessions.save(self.session, self.conversation)
 
     def save(self, path: Path) -> None:
-        """Save the conversation. Raises UsageError."""
-        sessions.save(path, self.conversation, kv=self._kv)
+        """Save the conversation. Raises SpecllamaError, with the file that was there as it was."""
+        for notice in sessions.save(path, self.conversation, kv=self._kv):
+            self.screen.say(f"Note: {notice}")
 
     def load(self, path: Path) -> None:
         """Go on with a saved conversation. Raises UsageError, and then nothing changes."""

@@ -66,12 +66,12 @@ def pair() -> Iterator[Pair]:
 
 
 def opened(pair: Pair, page: Page, template: str | None = None, **options: Any) -> Chat:
-    """A new chat; options are those of Conversation, and `present`."""
+    """A new chat; options are those of Conversation, and `present` and `kv`."""
     tokenizer = cast(ChatTokenizer, pair.tokenizer)
     chat_format = ChatFormat.of(template or pair.chat_template, tokenizer, "tiny")
-    present = options.pop("present", stream)
+    present, kv = options.pop("present", stream), options.pop("kv", False)
     talk = Conversation(pair, chat_format, **{"params": GREEDY, "max_tokens": 6, **options})
-    return Chat(talk, chat_format, page, present=present)
+    return Chat(talk, chat_format, page, present=present, kv=kv)
 
 
 @pytest.fixture
@@ -254,6 +254,18 @@ def test_a_conversation_is_kept_after_each_answer(chat: Chat, tmp_path: Path) ->
     assert [message["content"] for message in kept["messages"]] == contents(chat)
 
 
+def test_caches_that_cannot_be_saved_are_told_of(pair: Pair, page: Page, tmp_path: Path) -> None:
+    chat = opened(pair, page, kv=True)
+    path = tmp_path / "talk.json"
+    (tmp_path / "talk.json.kv").mkdir()
+    take(chat, "hi")
+    page.read_notes()
+    take(chat, f"/save {path}")
+    first, last = page.read_notes().splitlines()
+    assert first.startswith("Note: the KV state is not saved: ")
+    assert last == f"saved 2 messages to {path}"
+
+
 def test_a_file_goes_before_the_next_message(chat: Chat, page: Page, tmp_path: Path) -> None:
     path = tmp_path / "a b.txt"
     path.write_bytes("\ufeffline one\nline two\n".encode())
@@ -294,8 +306,29 @@ def test_a_message_that_is_refused_keeps_its_file_for_the_next(
     path.write_text("short")
     take(chat, f"/read {path}")
     assert "context" in refused(chat, "the " * 600)
+    assert page.answers == ""
     take(chat, "hi")
     assert contents(chat)[0] == "short\n\nhi"
+
+
+@pytest.mark.parametrize(("n_chunks", "second"), [(0, "short\n\nagain"), (1, "again")])
+def test_a_file_goes_once_though_the_answer_is_stopped(
+    pair: Pair, page: Page, tmp_path: Path, n_chunks: int, second: str
+) -> None:
+    def stopped(chunks: Iterator[Chunk], screen: Screen) -> None:
+        for _ in range(n_chunks):
+            next(chunks)
+        raise KeyboardInterrupt
+
+    chat = opened(pair, page, present=stopped)
+    path = tmp_path / "note"
+    path.write_text("short")
+    take(chat, f"/read {path}")
+    for line in ("hi", "again"):
+        with pytest.raises(KeyboardInterrupt):
+            take(chat, line)
+        n_chunks = 1
+    assert contents(chat)[-2] == second
 
 
 @pytest.mark.parametrize(
@@ -303,7 +336,9 @@ def test_a_message_that_is_refused_keeps_its_file_for_the_next(
     [
         ("temp 0.7", "temp 0.7", "temperature", 0.7),
         ("--temperature 2", "temp 2", "temperature", 2),
+        ("temp 0.1234567", "temp 0.1234567", "temperature", 0.1234567),
         ("top_k 5", "top-k 5", "top_k", 5),
+        ("top-k 1234567", "top-k 1234567", "top_k", 1234567),
         ("top-p 0.5", "top-p 0.5", "top_p", 0.5),
         ("min-p 0.25", "min-p 0.25", "min_p", 0.25),
         ("repeat-penalty 1.1", "repeat-penalty 1.1", "repeat_penalty", 1.1),
