@@ -64,13 +64,14 @@ def load(path: str | Path, conversation: Conversation) -> list[str]:
 
     Returns what the user should know. Token ids of answers, and the KV state, are used only with
     the model that they came from. Raises UsageError for a file that is not there, damaged or not a
-    saved conversation, and the conversation is then as it was.
+    saved conversation, SpecllamaError for a model file that is gone; the conversation is then as it
+    was.
     """
     path = Path(path)
     data = read(path, _LARGEST)
     try:
         saved = _parse(data)
-    except (ValueError, RecursionError, UsageError) as error:
+    except (ValueError, OverflowError, RecursionError, UsageError) as error:
         raise UsageError(
             f"{path} is not a conversation that this version of specllama can read: "
             f"{_reason(error)}; name a file that /save made"
@@ -78,7 +79,9 @@ def load(path: str | Path, conversation: Conversation) -> list[str]:
     notices: list[str] = []
     messages, dropped = saved.messages, saved.dropped
     same = saved.target is not None and saved.target in kv_files.identities(conversation.pair)[:1]
-    if not same:
+    if same:
+        _require_ids(path, [*messages, *dropped], conversation.pair.tokenizer.n_vocab)
+    else:
         messages, dropped = _without_tokens(messages), _without_tokens(dropped)
         if saved.target is not None:
             notices.append(
@@ -91,6 +94,16 @@ def load(path: str | Path, conversation: Conversation) -> list[str]:
     if saved.kv is not None:
         notices += kv_files.load(_kv_path(path), conversation.pair, saved.kv)
     return notices
+
+
+def _require_ids(path: Path, messages: Sequence[Message], n_vocab: int) -> None:
+    # llama.cpp ends the process for an id that it does not have.
+    highest = max((token for message in messages for token in message.tokens), default=0)
+    if highest >= n_vocab:
+        raise UsageError(
+            f"{path} has tokens beyond the last one of the model, {n_vocab - 1}; take the "
+            '"tokens" out of the file, and the text goes on without them'
+        )
 
 
 def _kv_path(path: Path) -> Path:
@@ -164,7 +177,10 @@ def _json(value: Any) -> str:
 
 
 def _parse(data: bytes) -> _Saved:
-    """The checked content of a file. Raises ValueError, UsageError, RecursionError."""
+    """The checked content of a file.
+
+    Raises ValueError, UsageError, RecursionError, and OverflowError for a number beyond floats.
+    """
     try:
         document = json.loads(data.decode("utf-8"), parse_constant=_no_number)
     except UnicodeDecodeError:
