@@ -28,6 +28,8 @@ log = logging.getLogger(__name__)
 LOCK_SECONDS = 10.0
 _CHUNK = 1024 * 1024
 _STAGING = ".specllama"
+# Commit and checksum name folders and files of the cache, so none may lead out of it.
+_FOLDER_NAME = re.compile(r"(?!\.)[^/\\\0]+")
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,13 @@ def _head(source: HubFile, file: str) -> Remote:
     with told(what):
         url = hf_hub_url(source.repo, file, revision=source.revision)
         found = get_hf_file_metadata(url)
-    if not found.commit_hash or not found.etag or found.size is None:
+    commit, etag, size = found.commit_hash or "", found.etag or "", found.size
+    if size is None or not (_FOLDER_NAME.fullmatch(commit) and _FOLDER_NAME.fullmatch(etag)):
         raise HubError(
             f"{endpoint()} does not answer like a Hugging Face hub for {describe(what)}; "
             "check HF_ENDPOINT, and whether a proxy or a login page is in the way"
         )
-    return Remote(source.repo, file, source.revision, found.commit_hash, found.etag, found.size)
+    return Remote(source.repo, file, source.revision, commit, etag, size)
 
 
 def choose_file(repo: str, revision: str = "main", part_of_name: str = "") -> HubFile:
@@ -115,11 +118,9 @@ def missing(remotes: Sequence[Remote]) -> list[Remote]:
 def require_space(remotes: Sequence[Remote]) -> None:
     """Raises HubError when the disk has no room for what has yet to come."""
     needed = sum(remote.size for remote in missing(remotes))
-    folder = cache_dir()
-    while not folder.exists():
-        folder = folder.parent
-    free = shutil.disk_usage(folder).free
-    if needed > free:
+    folders = (cache_dir(), *cache_dir().parents)
+    free = next((shutil.disk_usage(each).free for each in folders if each.exists()), None)
+    if free is not None and needed > free:
         raise HubError(
             f"the download needs {needed / 1e9:.2f} GB, and the disk of {cache_dir()} has "
             f"{free / 1e9:.2f} GB free; make room, or set HF_HOME to a folder on another disk"

@@ -78,7 +78,7 @@ def parse_hub(text: str) -> HubFile:
     """`hf:owner/name/folder/file.gguf`, with `@revision` behind it or not. Raises UsageError."""
     form = rf"{HUB_PREFIX}({REPO})/(.+?\.gguf)(?:@(.+))?"
     found = re.fullmatch(form, text, re.IGNORECASE)
-    if found is None or ".." in found[2].split("/"):
+    if found is None or ".." in f"{found[2]}/{found[3]}".split("/"):
         raise UsageError(f'"{text}" is not like hf:owner/name/file.gguf; correct it')
     return HubFile(found[1], found[2], found[3] or "main")
 

@@ -298,6 +298,16 @@ def test_a_login_page_in_the_way_is_said(server: HubServer) -> None:
     assert "does not answer like a Hugging Face hub" in refusal()
 
 
+@pytest.mark.parametrize("name", ["../../x", "a/b", "a\\b", ".."])
+@pytest.mark.parametrize("header", ["ETag", "X-Repo-Commit"])
+def test_a_server_cannot_name_a_place_outside_the_cache(
+    server: HubServer, header: str, name: str
+) -> None:
+    headers = {"ETag": "e" * 40, "X-Repo-Commit": "c" * 40, header: name}
+    server.faults.status["hub"] = (200, headers)
+    assert "does not answer like a Hugging Face hub" in refusal()
+
+
 # --- what arrives damaged ------------------------------------------------------------------------
 
 

@@ -173,7 +173,9 @@ def test_a_hub_file_is_written_and_read_as_text() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["hf:", "hf:o/n", "hf:o/m.gguf", "hf:o/n/m.bin", "hf:o/n/../m.gguf", "o/n/m.gguf"]
+    "text",
+    ["hf:", "hf:o/n", "hf:o/m.gguf", "hf:o/n/m.bin", "hf:o/n/../m.gguf", "o/n/m.gguf",
+     "hf:o/n/m.gguf@../../x"],
 )
 def test_what_is_no_hub_file_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not like hf:owner/name/file.gguf"):
