@@ -20,7 +20,7 @@ from specllama.turns import Answer, by_turn, opening_of, printing, turn_seed
 
 log = logging.getLogger(__name__)
 
-# A turn that leaves the answer less room is refused.
+# A turn that leaves the answer less room is refused, in tokens.
 LEAST_ROOM = 16
 
 
@@ -57,7 +57,8 @@ class Conversation:
     context_full: "drop" forgets the oldest turns, whole, when an answer of max_tokens or a quarter
     of the context, whichever is less, has no room any more; then as many as leave half of the
     context free, so that the next turns find room without reading everything again. "stop" drops
-    nothing and refuses a turn that leaves less than 16 tokens for the answer.
+    nothing and refuses a turn that leaves the answer less than LEAST_ROOM, or max_tokens if that is
+    less.
     """
 
     def __init__(

@@ -88,7 +88,8 @@ def _text(tokens: Sequence[int], tokenizer: Tokenizer) -> tuple[str, bool]:
 def opening_of(prompt: Sequence[int], tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
     """The tag that the template itself opens at the end of a prompt, with its ids; or nothing.
 
-    A marker prints nothing, so what stands before one was not said by the template.
+    Only what stands behind the last control token counts, which is a token that prints nothing:
+    before it the user may have written a tag.
     """
     tail = takewhile(tokenizer.piece, reversed(prompt[-_TAIL:]))
     ids = tuple(reversed(list(tail)))
