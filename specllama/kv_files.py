@@ -90,7 +90,7 @@ def load(path: Path, pair: Pair, reference: Reference) -> list[str]:
         with open(path, "rb") as file:
             for part in _parts(file, reference, path.stat().st_size):
                 _restore(part, file, pair)
-    except (OSError, StateError) as error:
+    except (OSError, SpecllamaError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return [f"the KV state in {path} is not used, so the conversation is read anew: {reason}"]
     return []
