@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import cast
 
 from specllama import tuning
 from specllama.drafting import ModelDrafter
@@ -11,6 +12,7 @@ from specllama.generation import Pair
 from specllama.lm import CachedLM, Tokenizer
 from specllama.lookahead import FixedLength
 from specllama.tuning import Speculation
+from specllama.vocabulary import TokenSet, compare
 
 
 class Speakers:
@@ -58,6 +60,13 @@ class Speakers:
 
     def _draft_alone(self) -> Pair:
         draft, tokenizer = self._require_draft()
+        # The prompt has the target's ids, and the target reads the ids of earlier answers.
+        own = cast(TokenSet, self._pair.tokenizer)
+        if not compare(own, cast(TokenSet, tokenizer)).compatible:
+            raise UsageError(
+                f"{draft.name} has other tokens than {self._pair.target.name}, so it cannot go on "
+                "with this conversation; begin one with it as --model"
+            )
         n_tokens = self._pair.n_tokens_draft or tokenizer.n_vocab
         return Pair(draft, tokenizer, tuning.plain(), n_tokens=n_tokens)
 

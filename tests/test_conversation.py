@@ -11,7 +11,7 @@ import pytest
 from chatml import GREEDY, fresh_answer, loaded, say, talk
 from tiny import tiny
 
-from specllama import tuning
+from specllama import llama, tuning
 from specllama.conversation import Conversation
 from specllama.errors import DecodeError, InvalidLogits, UsageError
 from specllama.generation import Chunk, Pair, Token
@@ -461,6 +461,23 @@ def test_the_draft_alone_answers_without_the_target(pair: Pair) -> None:
     conversation.speculate(3)
     say(conversation, "Go on")
     assert pair.target.rows_decoded > before
+
+
+def test_a_draft_with_other_tokens_does_not_speak(pair: Pair) -> None:
+    with llama.Model(tiny(permute=3)) as small:
+        foreign = Pair(
+            pair.target,
+            pair.tokenizer,
+            pair.speculation,
+            n_tokens=397,
+            draft=pair.draft,
+            draft_tokenizer=small.tokenizer,
+        )
+        conversation = talk(foreign)
+        before = conversation.speculation
+        with pytest.raises(UsageError, match="has other tokens than"):
+            conversation.speculate("only")
+        assert conversation.speculation == before
 
 
 @pytest.mark.parametrize("choice", ["fast", "", -1, 99])

@@ -74,7 +74,7 @@ ARROWS: dict[str, set[str]] = {
     "spoken": {"markers", "lm"},
     "prompts": {"spoken", "markers", "templates", "thinking"},
     "turns": {"prompts", "thinking", "generation", "lm"},
-    "speakers": {"tuning", "generation", "drafting", "lookahead", "lm"},
+    "speakers": {"tuning", "generation", "drafting", "lookahead", "vocabulary", "lm"},
     "conversation": {"prompts", "turns", "speakers", "generation", "sampling"},
     "storage": set(),
     "kv_files": {"storage", "generation", "lm"},
