@@ -63,7 +63,8 @@ def chat(
     error.
     """
     from specllama.chat import Chat
-    from specllama.terminal import LineEditor, Screen, state_folder
+    from specllama.folders import state_folder
+    from specllama.terminal import LineEditor, Screen
 
     if prompt is not None and not prompt.strip():
         raise UsageError("the prompt is empty; give --prompt some text")
@@ -72,25 +73,25 @@ def chat(
     with load_pair(options) as pair:
         chat_format = _format(pair, options["chat_template"], options["raw"])
         conversation = _conversation(pair, chat_format, system, screen, options)
-        led = Chat(
+        the_chat = Chat(
             conversation,
             chat_format,
             screen,
             present=_presentation(options["as_json"], options["hide_thinking"]),
             kv=options["kv"],
         )
-        led.tell_notices()
+        the_chat.tell_notices()
         if prompt is None and sys.stdin.isatty() and sys.stdout.isatty():
             if stats is not False and sys.stderr.isatty():
-                led.status = screen.aside
+                the_chat.status = screen.aside
             history = None if no_history else state_folder() / "history"
-            with _kept(led, session), LineEditor(history, _completions()) as line_editor:
-                _converse(led, line_editor)
+            with _kept(the_chat, session), LineEditor(history, _completions()) as line_editor:
+                _converse(the_chat, line_editor)
             return
         if stats:
-            led.status = screen.aside
-        with _kept(led, session) as problem:
-            code = _lines(led) if prompt is None else _one_message(led, prompt)
+            the_chat.status = screen.aside
+        with _kept(the_chat, session) as problem:
+            code = _lines(the_chat) if prompt is None else _one_message(the_chat, prompt)
         if code or problem:
             raise click.exceptions.Exit(code or problem[0])
 
@@ -261,7 +262,7 @@ def _turn(chat: Chat, line: str) -> bool:
     except KeyboardInterrupt:
         chat.conversation.settle()
         if chat.conversation.messages == before:
-            chat.screen.aside("stopped before there was an answer; the message is taken back")
+            chat.screen.aside("stopped before there was an answer; the conversation is as it was")
         else:
             chat.screen.aside("stopped; what was answered stays in the conversation")
     return True

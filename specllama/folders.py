@@ -1,4 +1,4 @@
-"""The user's own folders: what may be deleted at any time, and what the user has set up."""
+"""The user's own folders: for what may be deleted, for settings, and for what is remembered."""
 
 from __future__ import annotations
 
@@ -42,6 +42,19 @@ def config_folder() -> Path:
     import click
 
     return Path(os.path.abspath(click.get_app_dir("specllama", roaming=False)))
+
+
+def state_folder() -> Path:
+    """The user's folder for what specllama remembers of its use, which may not exist yet."""
+    # The XDG specification tells a reader to ignore a relative path.
+    xdg = os.environ.get("XDG_STATE_HOME", "")
+    if os.path.isabs(xdg):
+        return Path(xdg) / "specllama"
+    if sys.platform == "win32":
+        local = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
+        return Path(local) / "specllama"
+    home = "~/Library/Application Support" if sys.platform == "darwin" else "~/.local/state"
+    return Path(os.path.expanduser(home)) / "specllama"
 
 
 def write_whole(path: Path, data: bytes) -> None:

@@ -88,19 +88,6 @@ def has_colours() -> bool:
     return sys.stderr.isatty() and wanted
 
 
-def state_folder() -> Path:
-    """The user's folder for what a program remembers, which may not exist yet."""
-    # The XDG specification tells a reader to ignore a relative path.
-    xdg = os.environ.get("XDG_STATE_HOME", "")
-    if os.path.isabs(xdg):
-        return Path(xdg) / "specllama"
-    if sys.platform == "win32":
-        local = os.environ.get("LOCALAPPDATA") or os.path.expanduser("~/AppData/Local")
-        return Path(local) / "specllama"
-    home = "~/Library/Application Support" if sys.platform == "darwin" else "~/.local/state"
-    return Path(os.path.expanduser(home)) / "specllama"
-
-
 class LineEditor:
     """Reads messages from the terminal, several lines when the user wants or pastes them.
 

@@ -90,7 +90,7 @@ ARROWS: dict[str, set[str]] = {
     "terminal": {"provenance"},
     "cli_chat": {
         *("options", "commands", "chat", "presentation", "conversation", "prompts", "markers"),
-        *("terminal", "sampling", "generation", "__init__"),
+        *("terminal", "folders", "sampling", "generation", "__init__"),
     },
     "cli_bench": {
         *("workloads", "bench", "bench_stand", "comparison", "bench_report", "bench_plot"),
