@@ -48,19 +48,21 @@ def measure(
     *,
     all_logits: bool,
     seconds: float = _SECONDS,
+    counts: Sequence[int] = _ROWS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> None:
     """Time decodes of 1 to max_rows rows, for at most about so many seconds.
 
     All numbers of rows take turns, so that a machine that slows down meanwhile slows them all.
-    all_logits: whether every row gives logits, as in verification, or only the last.
+    all_logits: whether every row gives logits, as in verification, or only the last. counts: the
+    numbers of rows, in the order of their use.
     """
     begun = clock()
     base = [_token(lm, i) for i in range(min(_BASE, lm.n_ctx - max_rows))]
     if not base:
         return
     for _ in range(_PASSES):
-        for n_rows in (n for n in _ROWS if n <= max_rows):
+        for n_rows in (n for n in counts if n <= max_rows):
             rows = [_token(lm, i) for i in range(len(base), len(base) + n_rows)]
             lm.prefill(0, base)
             before = clock()

@@ -79,7 +79,7 @@ class Budget:
         self._clock = clock
         self._tokens = self._ms = 0.0
         self._begun = 0.0
-        self._n_sequences = 1
+        self.n_sequences = 1
         self._since_rest = 0
         self.rows = 1
         self.last_ms = 0.0
@@ -87,7 +87,7 @@ class Budget:
     def start(self, n_sequences: int) -> None:
         """A round begins: one row per sequence is decoded whatever is drafted."""
         self._begun = self._clock()
-        self._n_sequences = self.rows = n_sequences
+        self.n_sequences = self.rows = n_sequences
 
     def take(self, n_rows: int) -> None:
         """So many rows more will be decoded."""
@@ -95,7 +95,7 @@ class Budget:
 
     def finish(self, n_tokens: int) -> None:
         """The round is over and gave so many tokens."""
-        self._since_rest = self._since_rest + 1 if self.rows > self._n_sequences else 0
+        self._since_rest = self._since_rest + 1 if self.rows > self.n_sequences else 0
         self.last_ms = 1000 * (self._clock() - self._begun)
         self._tokens = self._DECAY * self._tokens + n_tokens
         self._ms = self._DECAY * self._ms + self.last_ms
@@ -108,7 +108,7 @@ class Budget:
     @property
     def rate(self) -> float:
         """Tokens per millisecond that a choice has to beat, at least those of plain decoding."""
-        n, ms = self._n_sequences, self.costs.ms(self._n_sequences)
+        n, ms = self.n_sequences, self.costs.ms(self.n_sequences)
         mixed = (self._tokens + self._PLAIN_ROUNDS * n) / (self._ms + self._PLAIN_ROUNDS * ms)
         return max(n / ms, mixed)
 

@@ -18,6 +18,10 @@ class UsageError(SpecllamaError):
     exit_code = 2
 
 
+class PromptTooLong(UsageError):
+    """A prompt leaves no room in the context for an answer."""
+
+
 class ModelError(SpecllamaError):
     """A model file, or a pair of models, cannot be used (exit code 3)."""
 

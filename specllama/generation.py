@@ -14,7 +14,7 @@ from types import TracebackType
 from specllama.acceptance import VERIFIERS, Round
 from specllama.coupling import KeyedStreams
 from specllama.drafting import SequenceState
-from specllama.errors import UsageError
+from specllama.errors import PromptTooLong, UsageError
 from specllama.lm import CachedLM, Tokenizer
 from specllama.sampling import SamplingParams, Streams
 from specllama.speculation import Speculator
@@ -111,6 +111,20 @@ class Chunk:
     stats: Stats | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt that was checked, with how its answer is drawn and where that ends.
+
+    limit: most tokens of the answer. limit_detail: what a limit that is reached was.
+    """
+
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    limit: int
+    limit_detail: str
+    stops: tuple[str, ...]
+
+
 class Pair:
     """A target with its drafter, ready to generate. Close it, or use it in a with statement.
 
@@ -150,7 +164,7 @@ class Pair:
         self.files = tuple(files)
         self.auto = auto
         self.notices = tuple(notices)
-        self._verifier = verifier
+        self.verifier = verifier
         self.n_tokens = n_tokens
         self._close = close
 
@@ -188,6 +202,25 @@ class Pair:
         The iterator may be abandoned at any step. Raises UsageError at once for a prompt that is
         empty or leaves no room, and while iterating InvalidLogits, DecodeError, RollbackError.
         """
+        question = self.question(
+            prompt, params, max_tokens=max_tokens, stop=stop, ignore_eos=ignore_eos
+        )
+        verifier = self.verifier or ("block" if seed is None else "coupled")
+        seed = secrets.randbits(32) if seed is None else seed
+        state = self.sequence(question, 0, verifier, seed)
+        stats = Stats(seed, verifier, self.speculation.name, prompt_n=len(question.tokens))
+        return self._run(state, stats, self.ending(question))
+
+    def question(
+        self,
+        prompt: str | Sequence[int],
+        params: SamplingParams | None = None,
+        *,
+        max_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Question:
+        """What is to be answered; see `generate`. Raises UsageError."""
         tokens = self._prompt_tokens(prompt)
         params = params or SamplingParams()
         self._require_known(params.logit_bias, "the logit bias names")
@@ -200,13 +233,32 @@ class Pair:
         limit, limit_detail = room, "context full"
         if max_tokens is not None and 0 <= max_tokens <= room:
             limit, limit_detail = max_tokens, "token limit"
-        verifier = self._verifier or ("block" if seed is None else "coupled")
-        seed = secrets.randbits(32) if seed is None else seed
-        streams = KeyedStreams.keyed(seed) if verifier == "coupled" else Streams.seeded(seed)
-        state = SequenceState(0, tokens, params, streams, limit)
-        stats = Stats(seed, verifier, self.speculation.name, prompt_n=len(tokens))
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        return self._run(state, stats, _Ending(self.tokenizer, stops, limit_detail))
+        return Question(tuple(tokens), params, limit, limit_detail, stops)
+
+    def sequence(
+        self, question: Question, slot: int, verifier: str, seed: int, row: int | str = 0
+    ) -> SequenceState:
+        """A question in a slot of the contexts, its randomness keyed by seed and row."""
+        kind = KeyedStreams.keyed if verifier == "coupled" else Streams.seeded
+        streams: Streams = kind(seed, row)
+        return SequenceState(
+            slot, list(question.tokens), question.params, streams, question.limit
+        )
+
+    def ending(self, question: Question) -> Ending:
+        """What turns the rounds of an answer into text. Raises UsageError for an empty stop."""
+        return Ending(self.tokenizer, question.stops, question.limit_detail)
+
+    def speculator(self, verifier: str) -> Speculator:
+        """The loop over this pair's models."""
+        return Speculator(
+            self.target,
+            self.speculation.drafter,
+            VERIFIERS[verifier],
+            self.n_tokens,
+            self.speculation.budget,
+        )
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, bytes):
@@ -224,7 +276,7 @@ class Pair:
             )
         self._require_known(tokens, "the prompt holds")
         if len(tokens) >= self.target.n_ctx:
-            raise UsageError(
+            raise PromptTooLong(
                 f"the prompt has {len(tokens)} tokens and the context holds {self.target.n_ctx}, "
                 "which leaves no room for an answer; shorten it or raise --ctx-size"
             )
@@ -238,14 +290,8 @@ class Pair:
                     f"0 to {self.tokenizer.n_vocab - 1}; use this model's own tokens"
                 )
 
-    def _run(self, state: SequenceState, stats: Stats, ending: _Ending) -> Iterator[Chunk]:
-        speculator = Speculator(
-            self.target,
-            self.speculation.drafter,
-            VERIFIERS[stats.verifier],
-            self.n_tokens,
-            self.speculation.budget,
-        )
+    def _run(self, state: SequenceState, stats: Stats, ending: Ending) -> Iterator[Chunk]:
+        speculator = self.speculator(stats.verifier)
         clock = time.perf_counter
         begun = clock()
         if state.n_left > 0:
@@ -271,7 +317,7 @@ class Pair:
         yield replace(chunk, finish_reason=ending.reason, finish_detail=ending.detail, stats=stats)
 
 
-class _Ending:
+class Ending:
     """Turns rounds into chunks, and knows when and why the answer is over."""
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], limit_detail: str) -> None:

@@ -479,7 +479,11 @@ class Context(_Closing):
         _check_context(model, n_ctx, n_slots, kv_type)
         self.n_batch = min(n_batch, n_ctx * n_slots)
         self.n_outputs = min(n_outputs, self.n_batch)
+        # In one buffer every row attends over the cells of all sequences, masked or not, which
+        # only a GPU's kernels do quickly; with a buffer each, rows beside others cost no more.
+        self.is_split = n_slots > 1 and not _on_gpu(model)
         params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
+        params.kv_unified = n_slots > 1 and not self.is_split
         params.type_k = params.type_v = _cache_type(kv_type)
         _attention(params, model, flash_attention)
         # Python must not run between any two nodes of the graph, so the callback is C's strlen: it
@@ -599,6 +603,19 @@ class Context(_Closing):
         if not lib.llama_memory_seq_rm(self._memory_of(slot), slot, -1, -1):
             raise RollbackError(f"{self.name}: its KV cache could not be cleared; load it again")
 
+    def wipe(self) -> None:
+        """Forget all sequences, and overwrite what they left: a NaN reaches whoever comes after."""
+        assert self._handle is not None
+        lib.llama_memory_clear(self._memory, True)
+
+    def copy(self, source: int, slot: int) -> None:
+        """Let a slot hold what another one does; `source` is left as it is."""
+        memory = self._memory_of(slot)
+        self._memory_of(source)
+        self.clear(slot)
+        # With a buffer for each sequence, llama.cpp copies whole ones or none.
+        lib.llama_memory_seq_cp(memory, source, slot, -1, -1)
+
     def save(self, slot: int) -> bytes:
         """What the slot holds: a mark of the model, a digest, and llama.cpp's own format.
 
@@ -694,8 +711,6 @@ def _context_params(n_cells: int, n_batch: int, n_outputs: int, n_slots: int) ->
     params.n_ubatch = min(n_batch, params.n_ubatch)
     params.n_outputs_max = n_outputs
     params.n_seq_max = n_slots
-    # One shared buffer: a ragged batch then stays one evaluation.
-    params.kv_unified = n_slots > 1
     # A window that is only as large as the model needs could not be rolled back.
     params.swa_full = True
     params.no_perf = True

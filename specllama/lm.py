@@ -43,6 +43,7 @@ class Context(Protocol):
     n_slots: int
     n_vocab: int  # width of a row of logits, padding included
     can_rollback: bool  # whether `truncate` can keep part of a sequence
+    is_split: bool  # whether one pass over the weights takes only neighbouring slots, evenly
 
     def decode(self, batch: Sequence[Rows]) -> list[LogitRows]:
         """Decode all rows in one call; logits per entry, read-only, valid until the next decode.
@@ -61,6 +62,14 @@ class Context(Protocol):
 
     def clear(self, slot: int) -> None:
         """Forget the whole sequence."""
+        ...
+
+    def wipe(self) -> None:
+        """Forget all sequences without a trace."""
+        ...
+
+    def copy(self, source: int, slot: int) -> None:
+        """Let a slot hold what another one does."""
         ...
 
     def save(self, slot: int) -> bytes:
@@ -107,6 +116,12 @@ class CachedLM:
     and extended after it, so an exception at any moment leaves it valid.
     """
 
+    # Rows that cost about as much as another pass over the weights.
+    _PASS = 8
+    # A copy moves all cells of a slot; one token decoded costs about as much as so many cells.
+    _COPIED = 64
+    _WORTH_COPYING = 16  # tokens, at least
+
     def __init__(self, context: Context) -> None:
         self._context = context
         self._held: dict[int, list[int]] = {}
@@ -128,6 +143,16 @@ class CachedLM:
     def n_vocab(self) -> int:
         """Width of a row of logits."""
         return self._context.n_vocab
+
+    @property
+    def n_slots(self) -> int:
+        """How many independent sequences it can hold."""
+        return self._context.n_slots
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a decode with unequal numbers of rows takes several passes over the weights."""
+        return self._context.is_split
 
     @property
     def max_rows(self) -> int:
@@ -152,7 +177,11 @@ class CachedLM:
         return tuple(self._held.get(slot, ()))
 
     def prefill(self, slot: int, tokens: list[int]) -> int:
-        """Make the slot hold these tokens; the number of rows that had to be decoded for it."""
+        """Make the slot hold these tokens; the number of rows that had to be decoded for it.
+
+        A beginning that another slot holds is copied from there, if it is long enough for that.
+        """
+        self._borrow(slot, tokens)
         rows = self._sync(Request(slot, tokens, 0))
         n_batch = self._context.n_batch
         for begin in range(0, len(rows.tokens), n_batch):
@@ -167,7 +196,56 @@ class CachedLM:
         """
         pending = [self._sync(request) for request in requests]
         self._prefill(pending)
+        if self._context.is_split and len(pending) > 1:
+            return self._decode_evenly(pending)
         return self._decode(pending)
+
+    def _borrow(self, slot: int, tokens: list[int]) -> None:
+        """Copy the beginning of a sequence from the slot that holds most of it, if that is more."""
+        if not self._held or not self._context.can_rollback:
+            return
+        shared = {other: common_prefix(held, tokens) for other, held in self._held.items()}
+        best = max(shared, key=shared.__getitem__)
+        least = max(self._WORTH_COPYING, self._context.n_ctx // self._COPIED)
+        if best == slot or shared[best] - shared.get(slot, 0) < least:
+            return
+        self._sync(Request(best, list(self._held[best]), 0))  # an interrupt may have left rows
+        self._held[slot] = []
+        self._context.copy(best, slot)
+        self._held[slot] = list(self._held[best])
+
+    def _decode_evenly(self, pending: list[Rows]) -> list[LogitRows]:
+        """Decode with rows that are held already before others, where that saves passes.
+
+        A context with a buffer for each sequence takes neighbouring slots with equally many rows
+        in one pass over the weights, and needs more passes for anything else.
+        """
+        count = max(len(rows.tokens) for rows in pending)
+        wanted = {rows.slot: rows for rows in pending}
+        slots = range(min(wanted), max(wanted) + 1)
+        filled = {slot: self._lengthened(slot, wanted.get(slot), count) for slot in slots}
+        batch = [filled[slot] for slot in slots if filled[slot].tokens]
+        before = sorted(pending, key=lambda rows: rows.slot)
+        extra = sum(len(r.tokens) for r in batch) - sum(len(r.tokens) for r in before)
+        saved = passes(before) - passes(batch)
+        if extra > self._PASS * saved or sum(len(r.tokens) for r in batch) > self._context.n_batch:
+            batch = before
+        for rows in batch:
+            self._sync(Request(rows.slot, [*self._held[rows.slot][: rows.start], *rows.tokens],
+                               len(rows.tokens)))
+        logits = dict(zip((rows.slot for rows in batch), self._decode(batch), strict=True))
+        return [logits[rows.slot] for rows in pending]
+
+    def _lengthened(self, slot: int, rows: Rows | None, count: int) -> Rows:
+        """So many rows of a slot, if it holds enough, and its rows behind them."""
+        held = self._held.get(slot, [])
+        start = len(held)
+        own: Sequence[int] = () if rows is None else rows.tokens
+        back = min(start, count - len(own)) if self._context.can_rollback else 0
+        if back == start:  # the first token stays, as in every rollback
+            back = max(0, start - 1)
+        tokens = [*held[start - back :], *own]
+        return Rows(slot, start - back, tokens, 0 if rows is None else rows.n_logits)
 
     def _sync(self, request: Request) -> Rows:
         """Cut the slot down to what the request can reuse; the rows that are still to decode."""
@@ -229,6 +307,14 @@ class CachedLM:
         self._held.pop(slot, None)
         self._context.clear(slot)
 
+    def wipe(self) -> None:
+        """Drop what all slots hold, without a trace.
+
+        Cells that are free again are masked, but a NaN times nothing is a NaN.
+        """
+        self._held.clear()
+        self._context.wipe()
+
     def _prefill(self, pending: list[Rows]) -> None:
         """Decode leading rows, which need no logits, until the rest fits into one batch."""
         n_batch = self._context.n_batch
@@ -262,6 +348,22 @@ class CachedLM:
             n_logits = sum(rows.n_logits for rows in batch)
             self.on_decode(n_rows, n_logits, 1000 * (time.perf_counter() - begun))
         return logits
+
+
+def passes(batch: Sequence[Rows]) -> int:
+    """How often a context with a buffer for each sequence reads its weights for these rows.
+
+    They come in order of slots. As llama.cpp's split_equal: the first slot with rows left and those
+    that follow it without a gap give as many rows each as the least of them has.
+    """
+    left = [(rows.slot, len(rows.tokens)) for rows in batch if rows.tokens]
+    count = 0
+    while left:
+        run = next((i for i in range(1, len(left)) if left[i][0] != left[i - 1][0] + 1), len(left))
+        taken = min(n for _, n in left[:run])
+        left = [(slot, n - taken) for slot, n in left[:run] if n > taken] + left[run:]
+        count += 1
+    return count
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:

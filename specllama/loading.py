@@ -12,7 +12,17 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from specllama import calibration, hub_cache, llama, registry, sources, tuning, vocabulary
+from specllama import (
+    calibration,
+    hub_cache,
+    llama,
+    memory,
+    parallelism,
+    registry,
+    sources,
+    tuning,
+    vocabulary,
+)
 from specllama.acceptance import VERIFIERS
 from specllama.errors import ModelError, UsageError
 from specllama.folders import cache_folder
@@ -27,7 +37,11 @@ Model = llama.Model  # for annotations of those who get one from here
 DEFAULT_PAIR = "smollm2"
 DEFAULT_CTX_SIZE = 4096
 DEFAULT_BATCH_SIZE = 512
+MAX_PARALLEL = 256  # sequences of one context in llama.cpp
 MAX_THREADS = 512  # llama.cpp crashes far above its own limit instead of refusing
+# Rows of logits that several sequences share in one decode: a guess of each of 32.
+_SHARED_OUTPUTS = 64
+_PROBED = 256  # tokens of the context in which decodes are timed
 
 
 @dataclass(frozen=True)
@@ -124,6 +138,8 @@ def load(
     threads_batch: int | None = None,
     gpu_layers: int = -1,
     gpu_layers_draft: int = -1,
+    parallel: int | None = 1,
+    most_parallel: int = parallelism.MOST,
     announce: Callable[[str], None] = log.info,
 ) -> Pair:
     """Load a pair of models: `load("smollm2")`, or `load(model="big.gguf", draft="small.gguf")`.
@@ -133,7 +149,9 @@ def load(
     number, "auto" is the draft model alone. draft_temperature: the draft's own sampling
     temperature, the target's when None. verifier: "block", "token" or "coupled"; None is coupled
     where an answer's seed is named and block elsewhere. ctx_size: tokens that prompt and answer may
-    have together; 4096 or what the model was trained for when None, the latter when 0.
+    have together; 4096 or what the model was trained for when None, the latter when 0. parallel:
+    how many answers `specllama.parallel` works on at once, each in a context of that size; None
+    takes what is fastest here, at most `most_parallel` and what fits into half of the free memory.
 
     Raises UsageError for a wrong option, ModelError for files that cannot be used or do not fit
     together.
@@ -146,6 +164,8 @@ def load(
     for count, name in ((gpu_layers, "gpu_layers"), (gpu_layers_draft, "gpu_layers_draft")):
         if count < -1:
             raise UsageError(f"{name} must be -1 (all of them) or more, not {count}")
+    if parallel is not None and not 1 <= parallel <= MAX_PARALLEL:
+        raise UsageError(f"parallel must be between 1 and {MAX_PARALLEL}, not {parallel}")
     if draft_tokens is not None:
         FixedLength(draft_tokens)  # refuses what is out of range before anything is loaded
     if drafter == "model" and model is not None and draft is None:
@@ -162,6 +182,12 @@ def load(
     with ExitStack() as stack:
         target = stack.enter_context(open_model(files.target, gpu_layers))
         n_ctx = context_size(ctx_size, target)
+        memo = memo_path(files, decoding, (gpu_layers, gpu_layers_draft))
+        n_slots = parallel or _slots(target, n_ctx, decoding, memo, most_parallel)
+        if n_slots > 1:
+            single = memo
+            memo = memo_path(files, decoding, (gpu_layers, gpu_layers_draft), n_slots)
+            parallelism.grown(memo, single)
         notices = _notices(target, n_ctx, max(gpu_layers, gpu_layers_draft))
         notices += _crowded(max(threads or 1, threads_batch or 1))
         refusal = rollback_refusal(target, "target")
@@ -174,11 +200,14 @@ def load(
             size, problems = _draft_size(small, n_ctx)
             notices += problems
             if size:
-                draft_lm = CachedLM(stack.enter_context(open_context(small, size, *decoding)))
+                draft_lm = CachedLM(
+                    stack.enter_context(open_context(small, size, *decoding, n_slots=n_slots))
+                )
                 draft_tokenizer = small.tokenizer
                 n_tokens_draft = vocabulary.real_tokens(small.tokenizer)
-        target_lm = CachedLM(stack.enter_context(open_context(target, n_ctx, *decoding)))
-        memo = memo_path(files, decoding, (gpu_layers, gpu_layers_draft))
+        target_lm = CachedLM(
+            stack.enter_context(open_context(target, n_ctx, *decoding, n_slots=n_slots))
+        )
         speculation = _speculation(
             target_lm, draft_lm, shared, memo, drafter, draft_tokens, draft_temperature
         )
@@ -208,6 +237,27 @@ def load(
             notices=notices,
             close=closing.close,
         )
+
+
+def _slots(
+    target: llama.Model,
+    n_ctx: int,
+    decoding: tuple[int, int, int | None],
+    memo: Path,
+    most: int,
+) -> int:
+    """The number of answers at once that is fastest, and fits into half of the free memory."""
+    size = min(_PROBED, target.n_ctx_train)
+    with open_context(target, size, *decoding, n_outputs=parallelism.MOST) as probe:
+        costs = parallelism.measured(CachedLM(probe), memo)
+        sizes = {kind: 0.0 for _, kind, _ in probe.buffers}
+        for _, kind, mib in probe.buffers:
+            sizes[kind] += mib * 2**20
+    slot_bytes = sizes.get("KV", 0.0) * n_ctx / size + sizes.get("RS", 0.0)
+    free = memory.available_bytes()
+    if free is not None and slot_bytes and not llama.supports_gpu():
+        most = min(most, int(free / 2 / slot_bytes))
+    return parallelism.choose(costs, max(1, most))
 
 
 def _draft_size(small: llama.Model, n_ctx: int) -> tuple[int, list[str]]:
@@ -250,14 +300,19 @@ def _speculation(
 
 
 def memo_path(
-    files: Files, decoding: tuple[int, int, int | None], gpu_layers: tuple[int, int]
+    files: Files,
+    decoding: tuple[int, int, int | None],
+    gpu_layers: tuple[int, int],
+    n_slots: int = 1,
 ) -> Path:
     """Where the measured costs of a pair with these settings are kept."""
+    several = {"n_slots": n_slots} if n_slots > 1 else {}
     name = calibration.identity(
         [path for path in (files.target, files.draft) if path is not None],
         decoding=decoding,
         gpu_layers=gpu_layers,
         library=llama.version(),
+        **several,
     )
     return cache_folder() / "costs" / f"{name}.json"
 
@@ -303,13 +358,19 @@ def open_context(
     n_batch: int = DEFAULT_BATCH_SIZE,
     threads: int | None = None,
     threads_batch: int | None = None,
+    *,
+    n_slots: int = 1,
+    n_outputs: int = MAX_DRAFT_TOKENS + 1,
 ) -> llama.Context:
     """A context that is as large as speculation needs and no larger, to be closed."""
+    if n_slots > 1:
+        n_outputs = max(_SHARED_OUTPUTS, n_slots)
     return llama.Context(
         model,
         n_ctx=n_ctx,
-        n_batch=n_batch,
-        n_outputs=MAX_DRAFT_TOKENS + 1,
+        n_batch=max(n_batch, n_slots),
+        n_outputs=n_outputs,
+        n_slots=n_slots,
         threads=threads,
         threads_batch=threads_batch,
     )

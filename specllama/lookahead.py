@@ -202,6 +202,12 @@ class MeasuredLength:
         """Whether there are times to go by."""
         return self.budget.costs.is_measured and self.draft.is_measured
 
+    @property
+    def _step_ms(self) -> float:
+        """A sequence's share of a draft step, which is one decode for all of them."""
+        n = self.budget.n_sequences
+        return self.draft.ms(n) / n
+
     def start(self, behind: Sequence[int]) -> None:
         """Nothing is drafted yet."""
         self._behind = list(behind)
@@ -211,7 +217,7 @@ class MeasuredLength:
 
     def expected(self, i: int) -> float:
         """Tokens that drafting is expected to gain for a sequence, net of its time."""
-        step = self.draft.ms(1)
+        step = self._step_ms
         gain, _ = self.budget.best(self._chances(i, None), lambda m: m * step)
         if not self._features[i]:
             if self.worth is not None:
@@ -242,7 +248,7 @@ class MeasuredLength:
         features = self.predictor.features(shape(), len(self._features[i]))
         chance = self.predictor.predict(features)
         if self.is_measured:
-            step = self.draft.ms(1)
+            step = self._step_ms
             gain, _ = self.budget.best(self._chances(i, chance), lambda m: (m - 1) * step)
             if not self._features[i]:
                 self._looked(max(0.0, gain) - self.budget.rate * step)
@@ -285,7 +291,7 @@ class MeasuredLength:
 
     def _may_probe(self, gain: float) -> bool:
         """Whether a perfect draft would pay, and what the look will lose has been saved up."""
-        step = self.draft.ms(1)
+        step = self._step_ms
         perfect = [1.0] * min(self._AHEAD, self._limit)
         if self.budget.best(perfect, lambda m: m * step)[0] <= 0:
             return False

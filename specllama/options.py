@@ -193,8 +193,11 @@ def announce(message: str) -> None:
     click.echo(message, err=True)
 
 
-def load_pair(options: dict[str, Any]) -> Pair:
-    """The pair that the options name, with what the user should know of it told."""
+def load_pair(options: dict[str, Any], **more: Any) -> Pair:
+    """The pair that the options name, with what the user should know of it told.
+
+    more: what `loading.load` takes besides.
+    """
     from specllama.loading import load
 
     pair = load(
@@ -213,6 +216,7 @@ def load_pair(options: dict[str, Any]) -> Pair:
         gpu_layers=options["gpu_layers"],
         gpu_layers_draft=options["gpu_layers_draft"],
         announce=announce,
+        **more,
     )
     for notice in pair.notices:
         announce(f"Note: {notice}")

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from specllama.acceptance import Draft, Round, TargetLaws, Verifier
 from specllama.costs import Budget
 from specllama.drafting import Drafter, SequenceState
+from specllama.errors import InvalidLogits
 from specllama.lm import CachedLM, LogitRows, Request
 from specllama.sampling import Law, next_law
 
@@ -57,10 +58,14 @@ class Speculator:
                 for s, draft in zip(sequences, drafts, strict=True)
             ]
         )
-        rounds = [
-            self._verify(draft, self._laws(s, draft, logits), s.streams.at(len(s.tokens)))
-            for s, draft, logits in zip(sequences, drafts, rows, strict=True)
-        ]
+        try:
+            rounds = [
+                self._verify(draft, self._laws(s, draft, logits), s.streams.at(len(s.tokens)))
+                for s, draft, logits in zip(sequences, drafts, rows, strict=True)
+            ]
+        except InvalidLogits:
+            self.target.wipe()  # so that it stays with this sequence
+            raise
         for s, outcome in zip(sequences, rounds, strict=True):
             s.extend(outcome.tokens)
         if self._budget is not None:

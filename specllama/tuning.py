@@ -15,6 +15,7 @@ from specllama.drafting import Drafter, ModelDrafter, NullDrafter
 from specllama.lm import CachedLM
 from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength, MeasuredLength
 from specllama.lookup import BestDrafter, LookupDrafter
+from specllama.shared_length import SharedLength
 
 log = logging.getLogger(__name__)
 
@@ -67,8 +68,13 @@ def measured(
 ) -> Speculation:
     """Draft lengths from measured costs and acceptances; measured now if `memo` has none yet.
 
-    draft: None to propose by lookup alone. lookup: whether repetitions are proposed too.
+    draft: None to propose by lookup alone. lookup: whether repetitions are proposed too; not where
+    several sequences want drafts of one length, see `SharedLength`.
     """
+    if target.n_slots > 1 and target.is_split:
+        if draft is None:
+            return plain()
+        return _shared(target, draft, n_shared, memo, limit, temperature)
     known = calibration.recall(memo) or Knowledge()
     _calibrate(target, draft, known)
     target.on_decode = _recorder(known.target, only_full=True)
@@ -97,10 +103,51 @@ def measured(
     )
 
 
+def _shared(
+    target: CachedLM,
+    draft: CachedLM,
+    n_shared: int,
+    memo: Path,
+    limit: int,
+    temperature: float | None,
+) -> Speculation:
+    """One draft length for all sequences of a round."""
+    known = calibration.recall(memo) or Knowledge()
+    _calibrate(target, draft, known)
+    target.on_decode = _recorder(known.target, only_full=True)
+    draft.on_decode = _recorder(known.draft, only_full=False)
+    budget = Budget(known.target)
+    policy = SharedLength(budget, known.draft, known.forecast, limit)
+
+    def save() -> None:
+        known.forecast = policy.forecast
+        calibration.store(memo, known)
+
+    model = ModelDrafter(draft, policy, n_shared, temperature)
+    return Speculation(
+        model, "model", budget, lambda: _shared_verdict(policy), save,
+        partial(fixed, draft, n_shared, temperature=temperature),
+    )
+
+
+def _shared_verdict(policy: SharedLength) -> str | None:
+    """What the draft model is worth to several sequences, in one sentence."""
+    if not policy.is_measured:
+        return None
+    n, costs = policy.budget.n_sequences, policy.budget.costs
+    state = "on" if policy.is_on else "off"
+    return (
+        f"the draft model is {state}: {n} at once take {costs.ms(n):.1f} ms a token each, "
+        f"{policy.draft.ms(n):.1f} ms a draft token, and acceptance is "
+        f"{100 * policy.forecast:.0f} %"
+    )
+
+
 def _calibrate(target: CachedLM, draft: CachedLM | None, known: Knowledge) -> None:
     if not known.target.is_measured:
         log.info("measuring what a decode costs here, once for this pair")
-        most = min(MAX_DRAFT_TOKENS + 1, target.max_rows)
+        most = target.max_rows if target.n_slots > 1 else MAX_DRAFT_TOKENS + 1
+        most = min(most, target.max_rows)
         calibration.measure(target, known.target, most, all_logits=True)
     if draft is not None and not known.draft.is_measured:
         calibration.measure(draft, known.draft, _MOST_TIMED, all_logits=False, seconds=1.0)

@@ -20,21 +20,30 @@ ARROWS: dict[str, set[str]] = {
     "sampling": set(),
     "acceptance": {"sampling"},
     "coupling": {"sampling"},
+    "significance": set(),
     "costs": set(),
     "lookahead": {"costs", "acceptance", "sampling"},
+    "shared_length": {"costs", "lookahead", "acceptance", "sampling"},
     "lm": set(),
     "vocabulary_map": set(),
     "drafting": {"vocabulary_map", "lookahead", "lm", "acceptance", "sampling"},
     "speculation": {"costs", "drafting", "lookahead", "lm", "acceptance", "sampling"},
     "lookup": {"costs", "drafting", "lookahead", "acceptance", "sampling"},
     "calibration": {"costs", "lookahead", "lm"},
-    "tuning": {"costs", "calibration", "lookup", "drafting", "lookahead", "lm"},
+    "tuning": {
+        *("costs", "calibration", "shared_length", "lookup", "drafting", "lookahead", "lm"),
+        "vocabulary_map",
+    },
+    "parallelism": {"calibration", "costs", "lm"},
     "text": {"lm"},
     "vocabulary": {"lm"},
+    "workloads": {"lm"},
+    "pairing": {"vocabulary", "vocabulary_map", "workloads", "lm"},
     "generation": {
         *("tuning", "speculation", "drafting", "lookahead", "coupling", "acceptance", "sampling"),
         *("lm", "text", "vocabulary"),
     },
+    "parallel": {"generation", "drafting", "acceptance", "lm"},
     "header": set(),
     "memory": set(),
     "interrupts": set(),
@@ -50,15 +59,26 @@ ARROWS: dict[str, set[str]] = {
     "hub": {"hub_cache", "hub_errors", "pulled", "sources"},
     "loading": {
         *("llama", "registry", "hub_cache", "sources", "folders", "vocabulary", "lm"),
+        *("memory", "parallelism"),
         *("calibration", "tuning", "generation", "lookahead", "acceptance", "sampling"),
+        *("pairing", "vocabulary_map"),
     },
     "explain": {"acceptance", "sampling"},
-    "check": {"loading", "vocabulary", "memory"},
+    "check": {"loading", "pairing", "vocabulary", "memory"},
     "models": {
         *("check", "loading", "hub", "hub_cache", "hub_errors", "pulled", "own_registry"),
         *("registry", "sources", "memory"),
     },
-    "workloads": {"lm"},
+    "replay": {"speculation", "drafting", "acceptance", "sampling", "lm"},
+    "sampled_law": {
+        *("speculation", "drafting", "coupling", "acceptance", "sampling", "lm"),
+        "significance",
+    },
+    "verify": {
+        *("replay", "sampled_law", "workloads", "generation", "speculation", "drafting"),
+        *("coupling", "acceptance", "sampling"),
+    },
+    "verify_report": {"verify", "replay", "sampled_law", "generation"},
     "bench": {"costs", "workloads", "generation", "lookahead", "sampling"},
     "bench_stand": {
         *("costs", "bench", "calibration", "tuning", "generation", "drafting", "lookup"),
@@ -92,16 +112,34 @@ ARROWS: dict[str, set[str]] = {
         *("options", "commands", "chat", "presentation", "conversation", "prompts", "markers"),
         *("terminal", "folders", "sampling", "generation", "__init__"),
     },
+    "batch_rows": {"prompts", "suggestions", "sampling"},
+    "batch_input": {"batch_rows"},
+    "batch_output": {"batch_input", "storage"},
+    "batch_ledger": {"batch_output"},
+    "batch_records": {
+        *("batch_rows", "batch_input", "batch_ledger", "answers", "parallel"),
+    },
+    "batch_progress": {"acceptance"},
+    "batch": {
+        *("batch_rows", "batch_input", "batch_output", "batch_ledger", "batch_records"),
+        *("parallel", "generation", "prompts"),
+    },
+    "cli_batch": {
+        *("batch", "batch_rows", "batch_input", "batch_output", "batch_ledger", "batch_progress"),
+        *("loading", "parallel", "parallelism", "generation", "prompts", "markers", "kv_files"),
+        *("header", "commands", "lookahead", "options"),
+    },
     "cli_bench": {
         *("workloads", "bench", "bench_stand", "comparison", "bench_report", "bench_plot"),
         "options",
     },
     "cli_models": {"models", "registry", "options"},
+    "cli_verify": {"workloads", "verify", "verify_report", "options", "sampling"},
     "console": set(),
     "cli": {
         *("console", "interrupts"),
         *("explain", "check", "loading", "generation", "answers", "options", "cli_bench"),
-        *("cli_chat", "cli_models", "__init__"),
+        *("cli_batch", "cli_chat", "cli_models", "cli_verify", "__init__"),
     },
     "__main__": {"cli"},
 }
@@ -112,11 +150,16 @@ OUTSIDE: dict[str, set[str]] = {
     "huggingface_hub": {"hub", "hub_cache", "hub_errors"},
     "matplotlib": {"explain", "bench_plot"},
     "jinja2": {"templates"},
-    "click": {"cli", "cli_bench", "cli_chat", "cli_models", "folders", "options", "terminal"},
+    "click": {
+        *("cli", "cli_batch", "cli_bench", "cli_chat", "cli_models", "batch_progress", "folders"),
+        *("options", "terminal", "cli_verify"),
+    },
+    "tqdm": {"batch_progress"},
     "prompt_toolkit": {"terminal"},
     "tomlkit": {"own_registry"},
     "numpy": set(ARROWS) - {
         *("errors", "registry", "answers", "options", "cli_bench", "cli", "__main__", "__init__"),
+        *("significance", "cli_verify", "verify_report"),
     },
 }
 
@@ -201,7 +244,9 @@ def test_importing_specllama_loads_nothing_heavy() -> None:
     assert loaded_heavy_packages("import specllama") == set()
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["--version"], ["generate", "--help"], ["chat", "--help"]]
+)
 def test_asking_the_command_for_help_loads_nothing_heavy(arguments: list[str]) -> None:
     code = f"""
 import sys

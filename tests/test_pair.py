@@ -399,7 +399,9 @@ def test_several_sequences_on_real_contexts() -> None:
             before = lms[0].rows_decoded
             rounds = speculator.round(active)
             if before:
-                assert lms[0].rows_decoded - before == sum(r.proposed + 1 for r in rounds)
+                # At most as many rows for each as the longest draft needs, in one pass.
+                rows = [r.proposed + 1 for r in rounds]
+                assert sum(rows) <= lms[0].rows_decoded - before <= len(rows) * max(rows)
     for i, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
         assert state.tokens[len(prompt) :] == plain(target, prompt, max_tokens=40 + 5 * i)
 

@@ -80,7 +80,9 @@ class ToyContext:
         n_outputs: int = 64,
         n_slots: int = 4,
         can_rollback: bool = True,
+        is_split: bool = False,
     ) -> None:
+        self.is_split = is_split
         self._model = model
         self.n_vocab = n_vocab
         self.n_ctx, self.n_batch, self.n_outputs = n_ctx, n_batch, n_outputs
@@ -131,6 +133,12 @@ class ToyContext:
 
     def clear(self, slot: int) -> None:
         self.slots[slot] = []
+
+    def wipe(self) -> None:
+        self.slots.clear()
+
+    def copy(self, source: int, slot: int) -> None:
+        self.slots[slot] = list(self.slots[source])
 
     def save(self, slot: int) -> bytes:
         return bytes(self.slots.get(slot, []))
