@@ -18,6 +18,7 @@ import click
 
 import specllama
 from specllama import answers, console
+from specllama.cli_batch import batch
 from specllama.cli_bench import bench
 from specllama.cli_chat import chat
 from specllama.cli_models import models
@@ -246,6 +247,7 @@ def explain(
     click.echo(explaining.table(balance, names))
 
 
+command.add_command(batch)
 command.add_command(bench)
 command.add_command(models)
 command.add_command(chat)

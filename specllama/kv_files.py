@@ -51,10 +51,11 @@ class Reference:
 
 def identities(pair: Pair) -> list[Identity]:
     """Those of the files of target and draft. Raises SpecllamaError for one that is gone."""
-    return [_identity(path) for path in pair.files]
+    return [identity(path) for path in pair.files]
 
 
-def _identity(path: Path) -> Identity:
+def identity(path: Path) -> Identity:
+    """That of a model file. Raises SpecllamaError for one that cannot be read."""
     try:
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read(_ENDS))
