@@ -42,7 +42,7 @@ def test_the_commands_run_with_any_two_models(line: str) -> None:
 
 
 def test_the_example_answer_is_what_the_command_prints() -> None:
-    [block] = [block for _, block in BLOCKS if block.startswith("$ ")]
+    [block] = [block for _, block in BLOCKS if block.startswith("$ .venv/bin/specllama generate")]
     first, *shown = block.splitlines()
     _, *arguments = shlex.split(first.removeprefix("$ .venv/bin/"))
     result = specllama(*arguments)
@@ -52,6 +52,28 @@ def test_the_example_answer_is_what_the_command_prints() -> None:
     counts = re.search(r"\d+ rounds.*", result.err)
     assert counts is not None
     assert counts[0] == shown[-1]
+
+
+def test_the_conversation_is_what_the_chat_says() -> None:
+    """The same messages through a pipe: the answers of the transcript, wrapped as it is there."""
+    [block] = [block for _, block in BLOCKS if block.startswith("$ specllama chat")]
+    first, *_ = block.splitlines()
+    turns = re.findall(r"^> ([^/].*)\n((?:(?!\[).*\n)+)\[", block, re.MULTILINE)
+    assert len(turns) == 2
+    _, _, *arguments = shlex.split(first)
+    messages = "".join(f"{message}\n" for message, _ in turns)
+    result = specllama(*arguments, stdin=messages.encode())
+    assert result.code == 0, result.err
+    shown = [" ".join(answer.split()) for _, answer in turns]
+    assert [line for line in result.text.splitlines() if line] == shown
+
+
+def test_the_table_of_speeds_is_made_from_the_committed_results() -> None:
+    script = CHECKOUT / "scripts" / "performance_table"
+    made = subprocess.run(
+        [sys.executable, script], stdout=subprocess.PIPE, text=True, check=True, timeout=60
+    )
+    assert f"<!-- performance: begin -->\n{made.stdout}<!-- performance: end -->\n" in README
 
 
 def test_every_file_that_is_linked_exists() -> None:
