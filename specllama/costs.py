@@ -96,6 +96,7 @@ class Budget:
     def finish(self, n_tokens: int) -> None:
         """The round is over and gave so many tokens."""
         self._since_rest = self._since_rest + 1 if self.rows > self.n_sequences else 0
+        self.rows = self.n_sequences  # what is asked before the next round is asked of a new one
         self.last_ms = 1000 * (self._clock() - self._begun)
         self._tokens = self._DECAY * self._tokens + n_tokens
         self._ms = self._DECAY * self._ms + self.last_ms

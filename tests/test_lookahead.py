@@ -109,6 +109,16 @@ def test_rows_of_other_sequences_use_up_the_flat_part_of_a_step() -> None:
     assert budget.extra_ms(1) == 36
 
 
+def test_between_rounds_a_row_costs_what_it_will_in_a_new_one() -> None:
+    budget = Budget(CostTable(STAIRS), Clock())
+    budget.start(2)
+    assert budget.extra_ms(1) == 0
+    budget.take(2)
+    assert budget.extra_ms(1) == 36
+    budget.finish(4)
+    assert budget.extra_ms(1) == 0
+
+
 def test_the_predictor_learns_which_laws_are_accepted() -> None:
     rng = random.Random(1)
     predictor = AcceptancePredictor()
