@@ -14,7 +14,7 @@ from pathlib import Path
 from specllama.errors import UsageError
 from specllama.folders import config_folder
 from specllama.sources import REPO, FileSource, HubFile, LocalFile, PackageFile, Requantised, Source
-from specllama.tables import Table, nearest, read_toml
+from specllama.tables import Table, did_you_mean, read_toml
 
 CACHE_KINDS = ("attention", "sliding window", "recurrent", "hybrid")
 _NAME = r"[\w.+-]+"
@@ -59,7 +59,7 @@ class Registry:
             if pair.name == name:
                 return pair
         names = [pair.name for pair in self.pairs]
-        hint = nearest(name, names) or f"the pairs are: {', '.join(names) or '(none)'}"
+        hint = did_you_mean(name, names) or f"the pairs are: {', '.join(names) or '(none)'}"
         files = " and ".join(str(path) for path in self.paths)
         has = "has" if len(self.paths) == 1 else "have"
         raise UsageError(f'{files} {has} no pair named "{name}"; {hint}')
@@ -148,7 +148,7 @@ def _parse_pair(pairs: Table, name: str) -> PairSpec:
 def _parse_cache(table: Table) -> str | None:
     cache = table.optional_text("cache")
     if cache is not None and cache not in CACHE_KINDS:
-        hint = nearest(cache, CACHE_KINDS) or f"it can be {', '.join(CACHE_KINDS)}"
+        hint = did_you_mean(cache, CACHE_KINDS) or f"it can be {', '.join(CACHE_KINDS)}"
         table.refuse(f'{table.key("cache")} cannot be "{cache}"; {hint}', "cache")
     return cache
 

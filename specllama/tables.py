@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from specllama.errors import UsageError
+from specllama.suggestions import nearest
 
 
 def read_toml(path: Path) -> Table:
@@ -51,7 +51,7 @@ class Table:
         """Refuse every other key."""
         for key in self.values:
             if key not in keys:
-                hint = nearest(key, keys) or f"the keys here are: {', '.join(sorted(keys))}"
+                hint = did_you_mean(key, keys) or f"the keys here are: {', '.join(sorted(keys))}"
                 self.refuse(f"unknown key {self.key(key)}; {hint}", key)
 
     def text(self, key: str, default: str | None = None) -> str:
@@ -109,10 +109,10 @@ class Table:
         return Table(self.path, self.content, (*self.place, key), value)
 
 
-def nearest(word: str, known: Collection[str]) -> str | None:
+def did_you_mean(word: str, known: Collection[str]) -> str | None:
     """`did you mean "x"?` with the known word that is most like this one, if any is."""
-    close = difflib.get_close_matches(word, known, n=1)
-    return f'did you mean "{close[0]}"?' if close else None
+    meant = nearest(word, known)
+    return None if meant is None else f'did you mean "{meant}"?'
 
 
 def _line(text: str, place: tuple[str, ...]) -> int | None:
