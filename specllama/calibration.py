@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from specllama.costs import CostTable
+from specllama.folders import write_whole
 from specllama.lm import CachedLM, Request
 from specllama.lookahead import AcceptancePredictor
 
@@ -82,7 +82,10 @@ def identity(files: Sequence[Path], **settings: Any) -> str:
     """A name for what the times depend on: the files as they are now, and the settings."""
     parts = [repr(sorted(settings.items()))]
     for path in files:
-        status = path.stat()
+        try:
+            status = path.stat()
+        except OSError:
+            continue  # for whoever opens it to refuse, with a better sentence
         parts += [str(path.resolve()), str(status.st_size), str(status.st_mtime_ns)]
     return hashlib.sha256("\n".join(parts).encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
@@ -100,7 +103,7 @@ def recall(path: Path) -> Knowledge | None:
             min(1.0, max(0.0, float(stored["forecast"]))),
             _finite(stored["worth"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
         # It is a memo: what cannot be read is measured again.
         return None
 
@@ -130,11 +133,5 @@ def store(path: Path, known: Knowledge) -> None:
         "forecast": known.forecast,
         "worth": known.worth,
     }
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            temporary.write_text(json.dumps(content), encoding="utf-8")
-            temporary.replace(path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_whole(path, json.dumps(content).encode("utf-8"))

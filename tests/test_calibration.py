@@ -77,6 +77,8 @@ def test_what_is_stored_is_recalled(tmp_path: Path) -> None:
         *("", "{", "[]", "null", '{"format": 99}', '{"format": 2}', '{"format": 2, "target": 3}'),
         '{"format": 2, "target": {"1": []}, "draft": {}, "predictor": {}, "forecast": 0.5,'
         ' "worth": null}',
+        '{"format": 2, "target": {"1": [1%s]}, "draft": {}, "predictor": {}, "forecast": 0.5,'
+        ' "worth": null}' % ("0" * 400),
         '{"format": 2, "target": {"1": [NaN]}, "draft": {}, "predictor": {}, "forecast": 0.5,'
         ' "worth": null}',
         '{"format": 2, "target": {}, "draft": {}, "forecast": 0.5, "worth": 0.1,'

@@ -18,6 +18,7 @@ MODULES = sorted(path.stem for path in PACKAGE.glob("*.py"))
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
     "sampling": set(),
+    "folders": set(),
     "acceptance": {"sampling"},
     "coupling": {"sampling"},
     "significance": set(),
@@ -29,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "drafting": {"vocabulary_map", "lookahead", "lm", "acceptance", "sampling"},
     "speculation": {"costs", "drafting", "lookahead", "lm", "acceptance", "sampling"},
     "lookup": {"costs", "drafting", "lookahead", "acceptance", "sampling"},
-    "calibration": {"costs", "lookahead", "lm"},
+    "calibration": {"costs", "lookahead", "lm", "folders"},
     "tuning": {
         *("costs", "calibration", "shared_length", "lookup", "drafting", "lookahead", "lm"),
         "vocabulary_map",
@@ -48,7 +49,6 @@ ARROWS: dict[str, set[str]] = {
     "memory": set(),
     "interrupts": set(),
     "llama": {"header", "interrupts", "memory"},
-    "folders": set(),
     "sources": {"folders"},
     "suggestions": set(),
     "tables": {"suggestions"},
