@@ -28,20 +28,26 @@ _ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 13, 16, 17)
 
 @dataclass(frozen=True)
 class Head:
-    """What a result depends on besides the numbers. note: what the user wants said with it."""
+    """What a result depends on besides the numbers.
+
+    note: what the user wants said with it. layout: where the models lie, a sentence each.
+    """
 
     target: str
     draft: str | None
     threads: int
     verifier: str
     note: str | None = None
+    layout: tuple[str, ...] = ()
 
 
 def head(stand: Stand, threads: int | None, verifier: str, note: str | None = None) -> Head:
     """The head of a report on the pair on the stand; verifier: "auto" is what a seed gives."""
     draft = None if stand.draft is None else stand.draft.lm.name
     rule = "coupled" if verifier == "auto" else verifier
-    return Head(stand.target.lm.name, draft, threads or default_threads(), rule, note)
+    return Head(
+        stand.target.lm.name, draft, threads or default_threads(), rule, note, stand.pair.layout
+    )
 
 
 def machine() -> dict[str, Any]:
@@ -99,6 +105,7 @@ def _title(head: Head, plan: Plan) -> str:
         f"runs     {plan.n_tokens} tokens an answer, {plan.repetitions} repetitions, verifier "
         f"{head.verifier}",
     ]
+    lines += [f"         {sentence}" for sentence in head.layout]
     return "\n".join([*lines, f"note     {head.note}"] if head.note else lines)
 
 

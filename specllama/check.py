@@ -6,17 +6,18 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from specllama import memory, vocabulary
+from specllama import estimate, memory, vocabulary
 from specllama.loading import (
     DEFAULT_BATCH_SIZE,
     Files,
     Model,
     check_sizes,
     context_size,
-    open_context,
     open_model,
     rollback_refusal,
 )
+from specllama.lookahead import MAX_DRAFT_TOKENS
+from specllama.placement import Decoding
 
 _MIB = 1024 * 1024
 
@@ -68,7 +69,7 @@ def examine(
                 refusal = refusal or (
                     f"{problem}; it decodes plainly (--drafter none), or choose another model"
                 )
-        findings += _memory(stack, models, context_size(ctx_size, target), batch_size)
+        findings += _memory(models, context_size(ctx_size, target), batch_size)
         return Report(tuple(findings), refusal)
 
 
@@ -93,23 +94,14 @@ def _cache(role: str, model: Model, problem: str | None, files: Files) -> Findin
     return Finding(f"{role} cache", False, problem, required=files.draft is not None)
 
 
-def _memory(
-    stack: ExitStack, models: Sequence[tuple[str, Model]], n_ctx: int, n_batch: int
-) -> list[Finding]:
-    """What llama.cpp allocates for each model with this context, by its own account."""
+def _memory(models: Sequence[tuple[str, Model]], n_ctx: int, n_batch: int) -> list[Finding]:
+    """What llama.cpp would allocate for each model with this context, by its own account."""
     findings, total = [], 0.0
     for role, model in models:
         size = n_ctx if role == "target" else min(n_ctx, model.n_ctx_train)
-        context = stack.enter_context(open_context(model, size, n_batch))
-        weights = model.n_bytes / _MIB
-        cache = sum(mib for _, kind, mib in context.buffers if kind in ("KV", "RS"))
-        buffers = sum(mib for _, kind, mib in context.buffers if kind not in ("KV", "RS"))
-        total += weights + cache + buffers
-        detail = (
-            f"weights {weights:.0f} MiB, KV cache {cache:.0f} MiB for {size} tokens, "
-            f"buffers {buffers:.0f} MiB"
-        )
-        findings.append(Finding(f"{role} memory", True, detail))
+        part = estimate.of_file(model.path, role, size, Decoding(n_batch), MAX_DRAFT_TOKENS + 1)
+        total += sum(map(part.on, part.places)) / _MIB
+        findings.append(Finding(f"{role} memory", True, part.describe()))
     present = memory.physical_bytes()
     detail = f"about {total:.0f} MiB"
     if present is not None:

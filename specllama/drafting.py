@@ -118,10 +118,12 @@ class ModelDrafter:
 
     A draft model that was not asked for a while reads only the last tokens of what it missed: its
     context may be any function of the committed text, and reading it all would cost more than
-    asking it is worth.
+    asking it is worth. For the same reason its context may be smaller than the text: when it is
+    full, the model goes on from the last half of what it holds.
     """
 
     _WINDOW = 64  # tokens
+    _MARGIN = 16  # cells that are kept for what is drafted
 
     def __init__(
         self,
@@ -141,9 +143,10 @@ class ModelDrafter:
         """Decode all of the prompt but its last token, if the policy would draft now."""
         self._skipped[state.slot] = 0
         tokens = self._read(state)
-        self.policy.start([self.lm.missing(state.slot, tokens)])
+        skip = self._skipped[state.slot] = self._fitting_skip(state, len(tokens))
+        self.policy.start([self.lm.missing(state.slot, tokens[skip:])])
         if state.n_left > 1 and self.room(state) > 0 and self.policy.expects(0):
-            self.lm.prefill(state.slot, tokens[:-1])
+            self.lm.prefill(state.slot, tokens[skip:-1])
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """Draft until the policy, the limit or the draft model's context says stop."""
@@ -162,12 +165,21 @@ class ModelDrafter:
 
     def _catch_up(self, state: SequenceState) -> int:
         """How many tokens the draft model would read now, after what it missed is cut short."""
-        skip = self._skipped.get(state.slot, 0)
         tokens = self._read(state)
-        missing = self.lm.missing(state.slot, tokens[skip:])
+        missing = self.lm.missing(state.slot, tokens[self._skipped.get(state.slot, 0) :])
         if missing > self._WINDOW:
             self._skipped[state.slot] = len(tokens) - self._WINDOW
-        return min(missing, self._WINDOW)
+        skip = self._skipped[state.slot] = self._fitting_skip(state, len(tokens))
+        return self.lm.missing(state.slot, tokens[skip:])
+
+    def _fitting_skip(self, state: SequenceState, n_tokens: int) -> int:
+        """How many first tokens are not shown, so that the rest and a draft fit the context."""
+        skip = self._skipped.get(state.slot, 0)
+        wanted = min(self._MARGIN, self.lm.n_ctx // 4, state.n_left - 1)
+        # The last draft token is never decoded here, so k of them need k - 1 cells more.
+        if self.lm.n_ctx - (n_tokens - skip) + 1 >= wanted:
+            return skip
+        return n_tokens - max(1, self.lm.n_ctx // 2)
 
     def _begin(self, state: SequenceState, limit: int) -> _Working:
         skip = self._skipped.get(state.slot, 0)
@@ -181,8 +193,8 @@ class ModelDrafter:
         """How many tokens the draft model can propose for a sequence; none that it cannot read."""
         if not self.vocabulary.can_read(state.highest):
             return 0
-        n_shown = len(self._read(state)) - self._skipped.get(state.slot, 0)
-        # The last draft token is never decoded here, so k of them need k - 1 cells more.
+        n_tokens = len(self._read(state))
+        n_shown = n_tokens - self._fitting_skip(state, n_tokens)
         return max(0, self.lm.n_ctx - n_shown + 1) if n_shown > 0 else 0
 
     def _params(self, params: SamplingParams) -> SamplingParams:

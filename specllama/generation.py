@@ -134,7 +134,8 @@ class Pair:
     drafter uses it or not. n_tokens_draft: as n_tokens, of the draft. chat_template: the target's
     own, where its file has one. files: of the target and, if it was asked for, of the draft. auto:
     makes the speculation that decides by measurement, for a pair that was loaded with another.
-    notices: what the user should know of how this pair runs. close: frees it all.
+    notices: what the user should know of how this pair runs. layout: where its models lie, a
+    sentence each. close: frees it all.
     """
 
     def __init__(
@@ -152,6 +153,7 @@ class Pair:
         files: Sequence[Path] = (),
         auto: Callable[[], Speculation] | None = None,
         notices: Sequence[str] = (),
+        layout: Sequence[str] = (),
         close: Callable[[], None] = lambda: None,
     ) -> None:
         self.target = target
@@ -164,6 +166,7 @@ class Pair:
         self.files = tuple(files)
         self.auto = auto
         self.notices = tuple(notices)
+        self.layout = tuple(layout)
         self.verifier = verifier
         self.n_tokens = n_tokens
         self._close = close

@@ -107,6 +107,21 @@ def expected_size(path: Path) -> int | None:
             return None
 
 
+def tensor_bytes(path: Path) -> dict[bytes, int] | None:
+    """Bytes of each tensor of a model, all parts of it, or None when they cannot be told.
+
+    Raises OSError.
+    """
+    sizes: dict[bytes, int] = {}
+    for part in _parts(path):
+        with part.open("rb") as file:
+            try:
+                sizes |= _Header(file).tensor_sizes()
+            except (CutHeader, KeyError, ValueError, ArithmeticError, MemoryError):
+                return None
+    return sizes
+
+
 class _Header:
     """A reader that knows where the file ends, since lengths in a damaged header can be huge."""
 
@@ -117,6 +132,20 @@ class _Header:
 
     def file_size(self) -> int:
         """Where the last tensor ends. [GGUF specification, "File Structure"]"""
+        n_tensors, alignment = self._metadata()
+        ends = [offset + size for _, offset, size in (self._tensor() for _ in range(n_tensors))]
+        header = self._file.tell()
+        if not ends:
+            return header
+        return math.ceil(header / alignment) * alignment + max(ends)
+
+    def tensor_sizes(self) -> dict[bytes, int]:
+        """Bytes of each tensor by its name."""
+        n_tensors, _ = self._metadata()
+        return {name: size for name, _, size in (self._tensor() for _ in range(n_tensors))}
+
+    def _metadata(self) -> tuple[int, int]:
+        """The number of tensors that follow, and the alignment of what follows them."""
         magic = self._read(4)
         version, n_tensors, n_values = self._unpack("<IQQ")
         if magic != b"GGUF" or version not in (2, 3):
@@ -126,11 +155,7 @@ class _Header:
             key, value = self._text(), self._value()
             if key == b"general.alignment" and isinstance(value, int):
                 alignment = value
-        ends = [self._tensor_end() for _ in range(n_tensors)]
-        header = self._file.tell()
-        if not ends:
-            return header
-        return math.ceil(header / alignment) * alignment + max(ends)
+        return n_tensors, alignment
 
     def _value(self) -> int | None:
         """One value of metadata; only what fits the alignment's type is really read."""
@@ -150,14 +175,14 @@ class _Header:
             self._skip(_VALUE_SIZES[kind])
         return None
 
-    def _tensor_end(self) -> int:
-        """Where a tensor ends, counted from the first one's beginning."""
-        self._text()
+    def _tensor(self) -> tuple[bytes, int, int]:
+        """A tensor's name, where it begins counted from the first one's beginning, and its size."""
+        name = self._text()
         (n_dimensions,) = self._unpack("<I")
         shape = self._unpack(f"<{n_dimensions}Q")
         kind, offset = self._unpack("<IQ")
         per_block, block_bytes = _TENSOR_SIZES[kind]
-        return int(offset) + math.prod(shape) // per_block * block_bytes
+        return name, offset, math.prod(shape) // per_block * block_bytes
 
     def _text(self) -> bytes:
         (length,) = self._unpack("<Q")

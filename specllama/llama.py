@@ -1,4 +1,4 @@
-"""llama.cpp at arm's length: the only file that knows its C interface.
+"""llama.cpp at arm's length: models, contexts, and tokenizers of its C interface.
 
 In go Python integers, strings and paths; out come integers, bytes, read-only NumPy views and
 Python exceptions. No pointer, struct or return code crosses. Models and contexts are closed
@@ -7,17 +7,12 @@ explicitly, the contexts first.
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import re
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -25,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specllama import header, interrupts, memory
+from specllama import devices, header, interrupts
 from specllama.errors import (
     DecodeError,
     ModelError,
@@ -34,179 +29,21 @@ from specllama.errors import (
     StateError,
     UsageError,
 )
+from specllama.native import Native, amx_notice, start
+from specllama.native import lib as lib
+from specllama.native import supports_gpu as supports_gpu
+from specllama.native import version as version
+from specllama.placement import CACHE_TYPES, Cache, Placement
 
-# The threads of a decode wait for each other hundreds of times. GNU OpenMP lets them spin for some
-# 15 ms before they yield, so beside other work each wait can cost a time slice, and a token a
-# second instead of 15 ms. 1,000 turns, some 50 microseconds, are as fast on an idle machine.
-# The library reads this once, when it is loaded.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-import llama_cpp
-
-# The bindings are ctypes functions whose stubs do not type-check; nothing of them leaves this file.
-lib: Any = llama_cpp
-
-log = logging.getLogger("specllama.llama")
-# Without a handler `logging` itself would print llama.cpp's warnings on standard error.
-logging.getLogger("specllama").addHandler(logging.NullHandler())
-
-_LEVELS = {1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR}
-_CONTINUES = 5
+# llama.cpp's own numbers.
 _ABORTED = 2  # what llama_decode returns when the abort callback said so
 _MOST_CELLS = 2**31 - 256  # llama.cpp counts positions with 32 bits, and rounds the size up
 _DIGEST = 32  # bytes
 _ROWS_AT_ONCE = 64
 _PLAIN_CACHES = (0, 1)  # GGML_TYPE_F32, GGML_TYPE_F16; a quantised one needs flash attention
 _KINDS = {0: "none", 1: "spm", 2: "bpe", 3: "wpm", 4: "ugm", 5: "rwkv", 6: "plamo2"}
-_FUNCTION_NAMES = re.compile(r"^(\w+: |error loading model: )*")
 _SHARED_FILE = re.compile(rb"^([0-9a-f]+)-([0-9a-f]+) r--s \S+ \S+ \S+ +(.+)$", re.MULTILINE)
 _DONTNEED = 4  # MADV_DONTNEED of Linux
-_BUFFER_SIZE = re.compile(r"(\S+) +(model|KV|RS|compute|output) buffer size = +([\d.]+) MiB")
-
-
-class _Heard(threading.local):
-    """What one thread's calls into llama.cpp led to.
-
-    errors: the last lines of the log that are errors. sizes: (device, kind, MiB) of the buffers
-    made. raised: exceptions of signal handlers that ran in a callback.
-    """
-
-    def __init__(self) -> None:
-        self.errors: collections.deque[str] = collections.deque(maxlen=8)
-        self.sizes: list[tuple[str, str, float]] = []
-        self.raised: list[BaseException] = []
-        self.is_calling = False
-        self.level = logging.DEBUG  # of a line that the next one may continue
-
-
-class _Native:
-    """llama.cpp's side of a conversation: its log, and signals that come while it works.
-
-    One for the process; calls from several threads do not disturb each other.
-    """
-
-    def __init__(self) -> None:
-        self._heard = _Heard()
-        # An exception in a callback cannot cross the C frames; ctypes hands it to this hook.
-        self._hook = sys.unraisablehook
-        sys.unraisablehook = self._catch
-        self._callback = lib.llama_log_callback(self._receive)
-        lib.llama_log_set(self._callback, ctypes.c_void_p(0))
-
-    @property
-    def sizes(self) -> list[tuple[str, str, float]]:
-        """Buffers that the last call made: (device, kind, MiB)."""
-        return self._heard.sizes
-
-    @property
-    def raised(self) -> list[BaseException]:
-        """What signals raised during the call that is under way."""
-        return self._heard.raised
-
-    def _receive(self, level: int, text: bytes, _user_data: Any) -> None:
-        heard, line = self._heard, text.decode("utf-8", "replace").rstrip()
-        if level != _CONTINUES:
-            heard.level = _LEVELS.get(level, logging.DEBUG)
-        if not line.strip("."):
-            return
-        if heard.level >= logging.ERROR:
-            heard.errors.append(line)
-        if found := _BUFFER_SIZE.search(line):
-            heard.sizes.append((found[1], found[2], float(found[3])))
-        log.log(heard.level, "%s", line)
-
-    @contextlib.contextmanager
-    def calling(self) -> Iterator[None]:
-        """Around native calls: forget old errors, and raise what a signal raised meanwhile.
-
-        A signal that comes during the call is noticed by the next callback into Python.
-        """
-        if sys.unraisablehook != self._catch:  # somebody else's, set meanwhile
-            self._hook, sys.unraisablehook = sys.unraisablehook, self._catch
-        heard = self._heard
-        heard.errors.clear()
-        heard.sizes.clear()
-        heard.raised.clear()
-        heard.is_calling = True
-        try:
-            yield
-        finally:
-            heard.is_calling = False
-        if heard.raised:
-            raise heard.raised[0]
-
-    def _catch(self, unraisable: Any) -> None:
-        error = unraisable.exc_value
-        from_callback = "ctypes callback" in (unraisable.err_msg or "")
-        if self._heard.is_calling and from_callback and error is not None:
-            self._heard.raised.append(error)
-        else:
-            self._hook(unraisable)
-
-    def create(self, make: Callable[[], Any], free: Callable[[Any], None]) -> Any:
-        """The handle that a native call makes, or None; freed again if a signal came meanwhile."""
-        handle = None
-        try:
-            with self.calling():
-                handle = make()
-        except BaseException:
-            if handle:
-                free(handle)
-            raise
-        return handle
-
-    def cause(self) -> str:
-        """What llama.cpp said last, without its function names, or an empty string."""
-        lines = [_FUNCTION_NAMES.sub("", line) for line in self._heard.errors]
-        chosen = [line for line in lines if not line.startswith("failed to load model")] or lines
-        return chosen[0] if chosen else ""
-
-
-_backend_lock = threading.Lock()
-
-
-@functools.cache
-def _start() -> _Native:
-    native = _Native()
-    with native.calling():
-        lib.llama_backend_init()
-    return native
-
-
-def _native() -> _Native:
-    """Start the backend once, and take over its log."""
-    with _backend_lock:
-        return _start()
-
-
-def version() -> str:
-    """The version of llama-cpp-python, and what its build can do."""
-    _native()
-    features = lib.llama_print_system_info().decode("utf-8", "replace")
-    return f"{lib.__version__} {features}"
-
-
-def supports_gpu() -> bool:
-    """Whether this build of llama.cpp can use a GPU."""
-    return bool(lib.llama_supports_gpu_offload())
-
-
-def _amx_notice() -> str | None:
-    """Why a build with Intel AMX kernels is run without them, or None for any other build.
-
-    GCC drops the stores that fill the tile configuration, since llama.cpp's inline assembly does
-    not name the memory it reads, and the first batch ends the process with an illegal instruction
-    (ggml-org/llama.cpp#26954). Whether a build has the fault cannot be seen without trying it.
-    """
-    if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
-        return None
-    if os.environ.get("SPECLLAMA_AMX") == "1":
-        return None
-    return (
-        "llama-cpp-python was built with Intel AMX kernels, which crash in many builds, so it runs "
-        "without repacked weights and slower; rebuild it with "
-        'CFLAGS="-mno-amx-tile -mno-amx-int8 -mno-amx-bf16", or set SPECLLAMA_AMX=1 to try them'
-    )
 
 
 def _load_failure(path: Path, cause: str) -> ModelError:
@@ -232,7 +69,7 @@ class _Loading:
 
     _STEP = 1 / 16  # of all weights
 
-    def __init__(self, native: _Native, path: Path) -> None:
+    def __init__(self, native: Native, path: Path) -> None:
         self._native = native
         # A split model is mapped part by part.
         self._prefix = header.stem(path)
@@ -279,7 +116,7 @@ class _Closing:
         """Free it; more than once does nothing."""
         handle, self._open = self._open, None
         if handle is not None:
-            with _native().calling():
+            with start().calling():
                 self._free(handle)
 
     def __enter__(self) -> Any:
@@ -371,17 +208,21 @@ def _token(value: int) -> int | None:
 class Model(_Closing):
     """The weights of one GGUF file.
 
-    gpu_layers: how many layers a GPU takes, -1 for all; a build without GPU support ignores it.
-    Raises ModelError, with llama.cpp's reason, when the file cannot be loaded.
+    placement: where they lie; a build without GPU support ignores what it cannot do. Raises
+    UsageError for a device that is not there, and ModelError, with llama.cpp's reason, when the
+    file cannot be loaded.
     """
 
-    def __init__(self, path: Path, *, gpu_layers: int = -1, vocab_only: bool = False) -> None:
+    def __init__(
+        self, path: Path, *, placement: Placement = Placement(), vocab_only: bool = False
+    ) -> None:
+        self._load(path, _model_params(placement), vocab_only)
+
+    def _load(self, path: Path, params: Any, vocab_only: bool = False) -> None:
         header.check_file(path)
-        native = _native()
-        params = lib.llama_model_default_params()
-        params.n_gpu_layers = gpu_layers
+        native = start()
         params.vocab_only = vocab_only
-        self.notice = _amx_notice()
+        self.notice = amx_notice()
         params.use_extra_bufts = self.notice is None
         loading = _Loading(native, path)
         params.progress_callback = loading.callback
@@ -396,6 +237,8 @@ class Model(_Closing):
         self.vocab_only = vocab_only
         self.name = path.name
         self.buffers = tuple(native.sizes)
+        self.layers = dict(native.layers)
+        self.is_unlocked = native.unlocked
         try:
             self._read()
         except BaseException:  # an interrupt, while the tokens are counted
@@ -452,14 +295,58 @@ class Model(_Closing):
         return template.decode("utf-8", "replace") if template else None
 
 
+class Outline(Model):
+    """A model without its weights, to tell what it and its contexts would take.
+
+    llama.cpp goes through the motions and allocates next to nothing.
+    """
+
+    def __init__(self, path: Path, *, placement: Placement = Placement()) -> None:
+        params = _model_params(placement)
+        params.no_alloc = True
+        params.load_mode = lib.LLAMA_LOAD_MODE_NONE
+        self._load(path, params)
+
+    def check_size(self, n_ctx: int, n_slots: int = 1) -> None:
+        """Raises UsageError for a context that llama.cpp could not count, SpecllamaError."""
+        _check_context(self, n_ctx, n_slots)
+
+    def context_buffers(
+        self, n_ctx: int, *, n_batch: int, n_outputs: int, n_slots: int, cache: Cache
+    ) -> list[tuple[str, str, float]]:
+        """Buffers that a context would make: (device, kind, MiB).
+
+        Raises UsageError for a size out of range, ModelError for a cache type that does not fit.
+        """
+        _check_context(self, n_ctx, n_slots)
+        n_batch = min(n_batch, n_ctx * n_slots)
+        params = _context_params(n_ctx * n_slots, n_batch, min(n_outputs, n_batch), n_slots)
+        params.kv_unified = n_slots > 1 and _on_gpu(self)
+        params.type_k, params.type_v = _cache_type(cache.type_k), _cache_type(cache.type_v)
+        _attention(params, self, cache.flash)
+        native = start()
+        handle = _make_context(self, params)
+        made, caches = list(native.sizes), list(native.cache_sizes)
+        remembers = bool(lib.llama_get_memory(handle))
+        lib.llama_free(handle)
+        if not remembers:
+            raise _no_generator(self)
+        # What it holds of keys and values is not allocated, and lies where its layers do.
+        kept = [size for size in made if size[1] != "KV"]
+        total = sum(caches)
+        places = [self.layers.get(i, "CPU") for i in range(self.n_layer)]
+        shares = {place: places.count(place) / self.n_layer for place in places}
+        return [*kept, *((place, "KV", total * share) for place, share in shares.items())]
+
+
 class Context(_Closing):
     """A KV cache over a model, holding `n_slots` independent sequences of `n_ctx` tokens each.
 
     n_batch: rows of one decode. n_outputs: how many of them can give logits; the buffers for logits
     are sized by it, so it is small. threads: for few rows, None leaves llama.cpp's choice;
-    threads_batch: for many rows, None takes `threads`. kv_type: of the cache, "f16", "q8_0", "q4_0"
-    or "f32". flash_attention: None takes it where it is faster, see `_attention`. Raises ModelError
-    when the memory cannot be had.
+    threads_batch: for many rows, None takes `threads`. kv_type: of the cache, see
+    placement.CACHE_TYPES; kv_type_v: of its values, None takes the same. flash_attention: None
+    takes it where it is faster, see `_attention`. Raises ModelError when the memory cannot be had.
     """
 
     def __init__(
@@ -473,10 +360,12 @@ class Context(_Closing):
         threads: int | None = None,
         threads_batch: int | None = None,
         kv_type: str = "f16",
+        kv_type_v: str | None = None,
         flash_attention: bool | None = None,
     ) -> None:
-        native = _native()
-        _check_context(model, n_ctx, n_slots, kv_type)
+        native = start()
+        types = (kv_type, kv_type_v or kv_type)
+        _check_context(model, n_ctx, n_slots)
         self.n_batch = min(n_batch, n_ctx * n_slots)
         self.n_outputs = min(n_outputs, self.n_batch)
         # In one buffer every row attends over the cells of all sequences, masked or not, which
@@ -484,7 +373,7 @@ class Context(_Closing):
         self.is_split = n_slots > 1 and not _on_gpu(model)
         params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
         params.kv_unified = n_slots > 1 and not self.is_split
-        params.type_k = params.type_v = _cache_type(kv_type)
+        params.type_k, params.type_v = map(_cache_type, types)
         _attention(params, model, flash_attention)
         # Python must not run between any two nodes of the graph, so the callback is C's strlen: it
         # reads a length of 0, false, until an interrupt writes a byte before the terminating one.
@@ -496,7 +385,6 @@ class Context(_Closing):
             params.n_threads = params.n_threads_batch = threads
         if threads_batch is not None:
             params.n_threads_batch = threads_batch
-        _require_memory(model, params)
         handle = _make_context(model, params)
         super().__init__(handle, lib.llama_free, f"the context of {model.name}")
         model.lend(self)
@@ -512,7 +400,9 @@ class Context(_Closing):
         self.buffers = tuple(native.sizes)
         self._batch = _Batch(self.n_batch)
         self._native = native
-        self._mark = _state_mark(model, kv_type)
+        self.cache_types = types
+        self.has_flash_attention = bool(params.flash_attn_type)
+        self._mark = _state_mark(model, types)
 
     def decode(self, batch: Sequence[Any]) -> list[NDArray[np.float32]]:
         """Decode all rows in one call; see `specllama.lm.Context`.
@@ -671,10 +561,10 @@ def _never_python() -> Any:
     return ctypes.cast(library.strlen, lib.ggml_abort_callback)
 
 
-def _state_mark(model: Model, kv_type: str) -> bytes:
+def _state_mark(model: Model, cache_types: tuple[str, str]) -> bytes:
     """What a saved state must share with the context that takes it. [_DIGEST bytes]"""
     shape = (model.description, model.n_bytes, model.n_embd, model.n_layer, model.cache_kind)
-    text = repr((lib.__version__, kv_type, model.tokenizer.n_vocab, *shape))
+    text = repr((lib.__version__, cache_types, model.tokenizer.n_vocab, *shape))
     return _digest(text.encode("utf-8"))
 
 
@@ -686,10 +576,8 @@ def _bytes_of(array: NDArray[np.uint8]) -> Any:
     return array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))
 
 
-def _check_context(model: Model, n_ctx: int, n_slots: int, kv_type: str) -> None:
+def _check_context(model: Model, n_ctx: int, n_slots: int) -> None:
     """Refuse what llama.cpp would not refuse itself, or only with the end of the process."""
-    if _cache_type(kv_type) is None:
-        raise UsageError(f"there is no KV cache type {kv_type}; use f16, q8_0, q4_0 or f32")
     if not 0 < n_ctx * n_slots <= _MOST_CELLS:
         raise UsageError(
             f"a context of {n_ctx} tokens is out of range; choose 1 to {_MOST_CELLS // n_slots}"
@@ -700,8 +588,45 @@ def _check_context(model: Model, n_ctx: int, n_slots: int, kv_type: str) -> None
         raise _no_generator(model)
 
 
-def _cache_type(name: str) -> int | None:
-    return getattr(lib, f"GGML_TYPE_{name.upper()}", None)
+def _cache_type(name: str) -> int:
+    """llama.cpp's number of a type. Raises UsageError."""
+    if name not in CACHE_TYPES:
+        known = ", ".join(CACHE_TYPES)
+        raise UsageError(f"there is no KV cache type {name}; use one of {known}")
+    return CACHE_TYPES[name]
+
+
+def _model_params(placement: Placement) -> Any:
+    """llama.cpp's parameters for a placement. Raises UsageError for what is not there."""
+    params = lib.llama_model_default_params()
+    params.n_gpu_layers = placement.gpu_layers
+    params.split_mode = getattr(lib, f"LLAMA_SPLIT_MODE_{placement.split_mode.upper()}")
+    # Without a GPU it is ignored, and llama.cpp would look for it.
+    params.main_gpu = placement.main_gpu if supports_gpu() else 0
+    params.load_mode = _load_mode(placement)
+    if placement.devices:
+        # ctypes keeps no array alive that a field of type void * points to; the struct does.
+        params.kept_devices = devices.pointers(placement.devices)
+        params.devices = ctypes.cast(params.kept_devices, ctypes.c_void_p)
+    if placement.tensor_split:
+        most = int(lib.llama_max_devices())
+        if len(placement.tensor_split) > most:
+            raise UsageError(
+                f"the tensor split has {len(placement.tensor_split)} shares, and this build takes "
+                f"at most {most} devices; leave some out"
+            )
+        shares = (ctypes.c_float * most)(*placement.tensor_split)
+        params.kept_shares = shares
+        params.tensor_split = ctypes.cast(shares, ctypes.POINTER(ctypes.c_float))
+    return params
+
+
+def _load_mode(placement: Placement) -> int:
+    if placement.mlock:
+        return int(
+            lib.LLAMA_LOAD_MODE_MMAP_MLOCK if placement.mmap else lib.LLAMA_LOAD_MODE_MLOCK
+        )
+    return int(lib.LLAMA_LOAD_MODE_AUTO if placement.mmap else lib.LLAMA_LOAD_MODE_NONE)
 
 
 def _context_params(n_cells: int, n_batch: int, n_outputs: int, n_slots: int) -> Any:
@@ -741,42 +666,17 @@ def _on_gpu(model: Model) -> bool:
 
 def _make_context(model: Model, params: Any) -> Any:
     """A native context. Raises ModelError with llama.cpp's reason."""
-    native = _native()
+    native = start()
     handle = native.create(
         lambda: lib.llama_init_from_model(model._handle, params), lib.llama_free
     )
     if not handle:
         raise ModelError(
             f"{model.name}: no context of {params.n_ctx} tokens could be made "
-            f"({native.cause() or 'no reason given'}); try a smaller --ctx-size"
+            f"({native.cause() or 'no reason given'}); try a smaller --ctx-size, or another "
+            "type of KV cache if one was chosen"
         )
     return handle
-
-
-def _require_memory(model: Model, params: Any) -> None:
-    """Refuse a KV cache that main memory cannot hold.
-
-    Linux hands out more than there is, and ends the process when it is used. Raises ModelError.
-    """
-    free = memory.available_bytes()
-    # Twice what the widest attention takes; small caches need no closer look.
-    rough = 16 * params.n_ctx * model.n_embd * model.n_layer
-    if free is None or rough < free or supports_gpu():
-        return
-    probe = type(params).from_buffer_copy(params)
-    probe.n_ctx = probe.n_batch = probe.n_ubatch = min(1024, params.n_ctx)
-    probe.n_outputs_max = 1
-    handle = _make_context(model, probe)
-    try:
-        mib = sum(size for _, kind, size in _native().sizes if kind == "KV")
-    finally:
-        lib.llama_free(handle)
-    needed = mib * 2**20 * params.n_ctx / probe.n_ctx
-    if needed > free:
-        raise ModelError(
-            f"{model.name}: a context of {params.n_ctx} tokens needs {needed / 2**30:.1f} GiB for "
-            f"its KV cache, and {free / 2**30:.1f} GiB are free; choose a smaller --ctx-size"
-        )
 
 
 def _no_generator(model: Model) -> ModelError:
@@ -831,7 +731,7 @@ def requantise(source: Path, destination: Path, kind: str) -> None:
     if ftype is None:
         raise ModelError(f"llama.cpp knows no quantisation {kind}; use one such as Q2_K or Q4_0")
     header.check_file(source)
-    native = _native()
+    native = start()
     params = lib.llama_model_quantize_default_params()
     params.ftype = ftype
     params.allow_requantize = True

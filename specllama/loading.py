@@ -9,15 +9,20 @@ import logging
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from specllama import (
     calibration,
+    estimate,
+    header,
     hub_cache,
     llama,
     memory,
+    notes,
     parallelism,
+    processor,
     registry,
     sources,
     tuning,
@@ -29,6 +34,7 @@ from specllama.folders import cache_folder
 from specllama.generation import Pair
 from specllama.lm import CachedLM
 from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength
+from specllama.placement import Cache, Decoding, Placement
 
 log = logging.getLogger(__name__)
 
@@ -136,8 +142,15 @@ def load(
     batch_size: int = DEFAULT_BATCH_SIZE,
     threads: int | None = None,
     threads_batch: int | None = None,
-    gpu_layers: int = -1,
-    gpu_layers_draft: int = -1,
+    gpu_layers: int | None = None,
+    gpu_layers_draft: int | None = None,
+    ctx_size_draft: int | None = None,
+    threads_draft: int | None = None,
+    placement: Placement = Placement(),
+    devices_draft: tuple[str, ...] | None = None,
+    cache: Cache = Cache(),
+    cache_draft: Cache = Cache(),
+    force: bool = False,
     parallel: int | None = 1,
     most_parallel: int = parallelism.MOST,
     announce: Callable[[str], None] = log.info,
@@ -149,20 +162,25 @@ def load(
     number, "auto" is the draft model alone. draft_temperature: the draft's own sampling
     temperature, the target's when None. verifier: "block", "token" or "coupled"; None is coupled
     where an answer's seed is named and block elsewhere. ctx_size: tokens that prompt and answer may
-    have together; 4096 or what the model was trained for when None, the latter when 0. parallel:
-    how many answers `specllama.parallel` works on at once, each in a context of that size; None
-    takes what is fastest here, at most `most_parallel` and what fits into half of the free memory.
+    have together; 4096 or what the model was trained for when None, the latter when 0. The draft
+    takes at most `ctx_size_draft`, and sees the last of what is longer. placement, cache: where the
+    models lie and how they keep keys and values; the draft may have other layers, devices and
+    cache types. force: go on when memory seems too small. parallel: how many answers
+    `specllama.parallel` works on at once, each in a context of that size; None takes what is
+    fastest here, at most `most_parallel` and what fits into half of the free memory.
 
     Raises UsageError for a wrong option, ModelError for files that cannot be used or do not fit
     together.
     """
     _check_options(drafter, verifier, draft_temperature)
     check_sizes(ctx_size, batch_size)
-    for count, name in ((threads, "threads"), (threads_batch, "threads_batch")):
+    check_sizes(ctx_size_draft, batch_size)
+    given = {"threads": threads, "threads_batch": threads_batch, "threads_draft": threads_draft}
+    for name, count in given.items():
         if count is not None and not 1 <= count <= MAX_THREADS:
             raise UsageError(f"{name} must be between 1 and {MAX_THREADS}, not {count}")
     for count, name in ((gpu_layers, "gpu_layers"), (gpu_layers_draft, "gpu_layers_draft")):
-        if count < -1:
+        if count is not None and count < -1:
             raise UsageError(f"{name} must be -1 (all of them) or more, not {count}")
     if parallel is not None and not 1 <= parallel <= MAX_PARALLEL:
         raise UsageError(f"parallel must be between 1 and {MAX_PARALLEL}, not {parallel}")
@@ -178,35 +196,50 @@ def load(
         need_draft=drafter in ("auto", "model") and draft_tokens != 0,
         announce=announce,
     )
-    decoding = (batch_size, default_threads() if threads is None else threads, threads_batch)
+    decoding = Decoding(batch_size, threads or default_threads(), threads_batch, cache)
+    decoding_draft = Decoding(
+        batch_size, threads_draft or decoding.threads, threads_draft or threads_batch, cache_draft
+    )
+    where = placement if gpu_layers is None else replace(placement, gpu_layers=gpu_layers)
+    where_draft = replace(
+        placement,
+        gpu_layers=placement.gpu_layers if gpu_layers_draft is None else gpu_layers_draft,
+        devices=placement.devices if devices_draft is None else devices_draft,
+    )
+    settings = (decoding, decoding_draft, where, where_draft)
+    plan = _Plan(settings, (ctx_size, ctx_size_draft), parallel or 1, drafter, force)
+    files, notices = _fitting(files, plan)
     with ExitStack() as stack:
-        target = stack.enter_context(open_model(files.target, gpu_layers))
+        target = stack.enter_context(open_model(files.target, where))
         n_ctx = context_size(ctx_size, target)
-        memo = memo_path(files, decoding, (gpu_layers, gpu_layers_draft))
+        memo = memo_path(files, settings)
         n_slots = parallel or _slots(target, n_ctx, decoding, memo, most_parallel)
         if n_slots > 1:
             single = memo
-            memo = memo_path(files, decoding, (gpu_layers, gpu_layers_draft), n_slots)
+            memo = memo_path(files, settings, n_slots)
             parallelism.grown(memo, single)
-        notices = _notices(target, n_ctx, max(gpu_layers, gpu_layers_draft))
-        notices += _crowded(max(threads or 1, threads_batch or 1))
+        layout = [notes.layout("target", target, decoding)]
+        notices += notes.of_target(target, n_ctx)
+        notices += notes.of_options(where, where_draft, cache, cache_draft)
+        notices += notes.of_threads(max(count or 1 for count in given.values()))
         refusal = rollback_refusal(target, "target")
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
         draft_lm, draft_tokenizer, n_tokens_draft, shared = None, None, None, 0
         if files.draft is not None and not refusal:
-            small = stack.enter_context(open_model(files.draft, gpu_layers_draft))
+            small = stack.enter_context(open_model(files.draft, where_draft))
             shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
-            size, problems = _draft_size(small, n_ctx)
+            size, problems = _draft_size(small, n_ctx, ctx_size_draft)
             notices += problems
             if size:
                 draft_lm = CachedLM(
-                    stack.enter_context(open_context(small, size, *decoding, n_slots=n_slots))
+                    stack.enter_context(open_context(small, size, decoding_draft, n_slots=n_slots))
                 )
                 draft_tokenizer = small.tokenizer
+                layout.append(notes.layout("draft", small, decoding_draft))
                 n_tokens_draft = vocabulary.real_tokens(small.tokenizer)
         target_lm = CachedLM(
-            stack.enter_context(open_context(target, n_ctx, *decoding, n_slots=n_slots))
+            stack.enter_context(open_context(target, n_ctx, decoding, n_slots=n_slots))
         )
         speculation = _speculation(
             target_lm, draft_lm, shared, memo, drafter, draft_tokens, draft_temperature
@@ -235,6 +268,7 @@ def load(
             files=tuple(path for path in (files.target, files.draft) if path is not None),
             auto=auto,
             notices=notices,
+            layout=layout,
             close=closing.close,
         )
 
@@ -242,13 +276,13 @@ def load(
 def _slots(
     target: llama.Model,
     n_ctx: int,
-    decoding: tuple[int, int, int | None],
+    decoding: Decoding,
     memo: Path,
     most: int,
 ) -> int:
     """The number of answers at once that is fastest, and fits into half of the free memory."""
     size = min(_PROBED, target.n_ctx_train)
-    with open_context(target, size, *decoding, n_outputs=parallelism.MOST) as probe:
+    with open_context(target, size, decoding, n_outputs=parallelism.MOST) as probe:
         costs = parallelism.measured(CachedLM(probe), memo)
         sizes = {kind: 0.0 for _, kind, _ in probe.buffers}
         for _, kind, mib in probe.buffers:
@@ -260,16 +294,67 @@ def _slots(
     return parallelism.choose(costs, max(1, most))
 
 
-def _draft_size(small: llama.Model, n_ctx: int) -> tuple[int, list[str]]:
+def _draft_size(
+    small: llama.Model, n_ctx: int, asked: int | None
+) -> tuple[int, list[str]]:
     """Tokens of the draft's context, 0 when it cannot be used, and what the user should know."""
     if refusal := rollback_refusal(small, "draft"):
         return 0, [f"{refusal}, so it proposes nothing"]
-    if small.n_ctx_train >= n_ctx:
-        return n_ctx, []
-    return small.n_ctx_train, [
-        f"the draft {small.name} was trained for {small.n_ctx_train} tokens, so it proposes "
-        "nothing beyond them"
+    size = min(n_ctx, asked or small.n_ctx_train)
+    if size == n_ctx:
+        return size, []
+    reason = (
+        f"was trained for {size} tokens" if asked is None else f"has a context of {size} tokens"
+    )
+    return size, [
+        f"the draft {small.name} {reason}, so of longer texts it sees only the last "
+        f"{size // 2} to {size}"
     ]
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What the memory that a pair needs depends on."""
+
+    settings: tuple[Decoding, Decoding, Placement, Placement]
+    ctx_sizes: tuple[int | None, int | None]
+    n_slots: int
+    drafter: str
+    force: bool
+
+
+def _fitting(files: Files, plan: _Plan) -> tuple[Files, list[str]]:
+    """The files without a draft that memory cannot hold, and what the user should know.
+
+    Raises ModelError when memory cannot hold the rest.
+    """
+    paths = [path for path in (files.target, files.draft) if path is not None]
+    decoding, decoding_draft, where, where_draft = plan.settings
+    for path in paths:
+        header.check_file(path)
+    if estimate.is_plainly_enough(paths, plan.ctx_sizes[0], decoding):
+        return files, []
+    size = partial(estimate.measure, n_outputs=MAX_DRAFT_TOKENS + 1, n_slots=plan.n_slots)
+    free = estimate.free_memory()
+    with llama.Outline(files.target, placement=where) as outline:
+        n_ctx = context_size(plan.ctx_sizes[0], outline)
+        parts = [size(outline, "target", n_ctx, decoding)]
+    short = estimate.shortage(parts, free)
+    if short is None and files.draft is not None:
+        with llama.Outline(files.draft, placement=where_draft) as outline:
+            n_ctx_draft = min(n_ctx, plan.ctx_sizes[1] or outline.n_ctx_train)
+            parts.append(size(outline, "draft", n_ctx_draft, decoding_draft))
+        short = estimate.shortage(parts, free)
+    for part in parts:
+        log.info("%s: %s", part.name, part.describe())
+    if short is None:
+        return files, []
+    if plan.force:
+        return files, [f"{estimate.excess(parts, short)}, and --force goes on"]
+    if len(parts) > 1 and plan.drafter != "model":
+        reason = estimate.excess(parts, short)
+        return replace(files, draft=None), [f"{reason}, so the draft is left out"]
+    raise ModelError(estimate.refusal(parts, short))
 
 
 def _speculation(
@@ -301,63 +386,29 @@ def _speculation(
 
 def memo_path(
     files: Files,
-    decoding: tuple[int, int, int | None],
-    gpu_layers: tuple[int, int],
+    settings: tuple[Decoding, Decoding, Placement, Placement],
     n_slots: int = 1,
 ) -> Path:
     """Where the measured costs of a pair with these settings are kept."""
     several = {"n_slots": n_slots} if n_slots > 1 else {}
     name = calibration.identity(
         [path for path in (files.target, files.draft) if path is not None],
-        decoding=decoding,
-        gpu_layers=gpu_layers,
+        settings=settings,
         library=llama.version(),
         **several,
     )
     return cache_folder() / "costs" / f"{name}.json"
 
 
-def _crowded(threads: int) -> list[str]:
-    """What the user should know of more threads than processors."""
-    try:
-        usable = len(os.sched_getaffinity(0))
-    except AttributeError:  # not on every platform
-        usable = os.cpu_count() or threads
-    if threads <= usable:
-        return []
-    return [
-        f"{threads} threads share the {usable} processors that this process may use, and wait for "
-        "each other; fewer are faster (--threads)"
-    ]
-
-
-def _notices(target: llama.Model, n_ctx: int, gpu_layers: int) -> list[str]:
-    """What the user should know of how the target runs."""
-    notices = [target.notice] if target.notice else []
-    if gpu_layers > 0 and not llama.supports_gpu():
-        notices.append(
-            "this llama-cpp-python was built without GPU support, so GPU layers are ignored and "
-            "everything runs on the CPU"
-        )
-    if n_ctx > target.n_ctx_train:
-        notices.append(
-            f"{target.name} was trained for {target.n_ctx_train} tokens, so what it says beyond "
-            f"them, in a context of {n_ctx}, may make little sense"
-        )
-    return notices
-
-
-def open_model(path: Path, gpu_layers: int = -1) -> llama.Model:
+def open_model(path: Path, placement: Placement = Placement()) -> llama.Model:
     """The weights of a GGUF file, to be closed. Raises ModelError."""
-    return llama.Model(path, gpu_layers=gpu_layers)
+    return llama.Model(path, placement=placement)
 
 
 def open_context(
     model: llama.Model,
     n_ctx: int,
-    n_batch: int = DEFAULT_BATCH_SIZE,
-    threads: int | None = None,
-    threads_batch: int | None = None,
+    decoding: Decoding = Decoding(),
     *,
     n_slots: int = 1,
     n_outputs: int = MAX_DRAFT_TOKENS + 1,
@@ -368,11 +419,14 @@ def open_context(
     return llama.Context(
         model,
         n_ctx=n_ctx,
-        n_batch=max(n_batch, n_slots),
+        n_batch=max(decoding.batch_size, n_slots),
         n_outputs=n_outputs,
         n_slots=n_slots,
-        threads=threads,
-        threads_batch=threads_batch,
+        threads=decoding.threads,
+        threads_batch=decoding.threads_batch,
+        kv_type=decoding.cache.type_k,
+        kv_type_v=decoding.cache.type_v,
+        flash_attention=decoding.cache.flash,
     )
 
 
@@ -415,15 +469,4 @@ def rollback_refusal(model: llama.Model, role: str) -> str | None:
 
 def default_threads() -> int:
     """One thread per physical core that this process may use."""
-    try:
-        usable = os.sched_getaffinity(0)
-    except AttributeError:  # not on every platform
-        return max(1, os.cpu_count() or 1)
-    cores = set()
-    for cpu in usable:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        try:
-            cores.add(siblings.read_text())
-        except OSError:
-            cores.add(str(cpu))
-    return max(1, len(cores))
+    return processor.cores()

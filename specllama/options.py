@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specllama.device_options import DEVICE_OPTIONS, device_settings
 from specllama.sampling import SamplingParams
 
 if TYPE_CHECKING:
@@ -118,15 +119,12 @@ file_options = _together(
         help="Show llama.cpp's log and tracebacks.",
     ),
 )
-_layers = click.IntRange(min=-1)
 run_options = _together(
     click.option("-b", "--batch-size", default=512, show_default=True, help="Rows of one decode."),
     click.option("-t", "--threads", type=int, help="Threads.  [default: physical cores]"),
     click.option("-tb", "--threads-batch", type=int, help="Threads for prompts.  [as --threads]"),
-    click.option(
-        "-ngl", "--gpu-layers", type=_layers, default=-1, help="Layers on the GPU; -1: all."
-    ),
-    click.option("-ngld", "--gpu-layers-draft", type=_layers, default=-1, help="The draft's."),
+    click.option("-td", "--threads-draft", type=int, help="The draft's.  [as --threads]"),
+    *DEVICE_OPTIONS,
     click.option(
         "--drafter", type=click.Choice(["auto", "model", "lookup", "none"]), default="auto",
         show_default=True, help="Who proposes tokens; auto: model or lookup, whichever pays.",
@@ -213,9 +211,9 @@ def load_pair(options: dict[str, Any], **more: Any) -> Pair:
         batch_size=options["batch_size"],
         threads=options["threads"],
         threads_batch=options["threads_batch"],
-        gpu_layers=options["gpu_layers"],
-        gpu_layers_draft=options["gpu_layers_draft"],
+        threads_draft=options["threads_draft"],
         announce=announce,
+        **device_settings(options),
         **more,
     )
     for notice in pair.notices:

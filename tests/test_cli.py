@@ -595,7 +595,7 @@ def test_a_context_beyond_the_training_is_worth_a_note(run: Runner) -> None:
     result = run(*HELLO, "-c", "1024")
     first, second = result.err.splitlines()
     assert "was trained for 512 tokens" in first and "1024" in first
-    assert Path(DRAFT).name in second and "512" in second
+    assert Path(DRAFT).name in second and "the last 256 to 512" in second
     assert run(*HELLO, "-c", "512").err == ""
 
 

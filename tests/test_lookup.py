@@ -216,8 +216,8 @@ def test_nothing_is_offered_while_costs_are_unknown() -> None:
 def test_a_draft_model_that_cannot_read_on_loses_to_lookup() -> None:
     costs = budget()
     policy = MeasuredLength(costs, CostTable({1: [5.0], 2: [5.0]}), forecast=0.95)
-    full = CachedLM(ToyContext(Table(12, seed=5), 12, n_ctx=4))
-    drafter = BestDrafter(LookupDrafter(costs), ModelDrafter(full, policy, 12), policy)
+    lm = CachedLM(ToyContext(Table(12, seed=5), 12))
+    drafter = BestDrafter(LookupDrafter(costs), ModelDrafter(lm, policy, 9), policy)
     [draft] = drafter.propose([state([5, 6, 7, 8, 9, 4, 5, 6, 7])], [8])
     assert draft.tokens[:2] == (8, 9)
 
