@@ -21,6 +21,7 @@ from specllama import answers, console
 from specllama.cli_batch import batch
 from specllama.cli_bench import bench
 from specllama.cli_chat import chat
+from specllama.cli_doctor import doctor
 from specllama.cli_models import models
 from specllama.errors import ModelError, SpecllamaError, UsageError
 from specllama.interrupts import interruptible
@@ -250,6 +251,7 @@ def explain(
 command.add_command(batch)
 command.add_command(bench)
 command.add_command(models)
+command.add_command(doctor)
 command.add_command(chat)
 
 
