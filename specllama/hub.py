@@ -101,9 +101,12 @@ def choose_file(repo: str, revision: str = "main", part_of_name: str = "") -> Hu
     chosen = [name for name in firsts if part_of_name.lower() in name.lower()]
     if len(chosen) == 1:
         return HubFile(repo, chosen[0], revision)
+    if not firsts:
+        raise HubError(f"{repo} has no .gguf file; name another repository")
     if not chosen:
-        listed = ", ".join(firsts) or "none"
-        raise HubError(f'{repo} has no .gguf file like "{part_of_name}"; its files are: {listed}')
+        raise HubError(
+            f'{repo} has no .gguf file like "{part_of_name}"; name one of {", ".join(firsts)}'
+        )
     raise HubError(f"{repo} has several models; name one, hf:{repo}/FILE: {', '.join(chosen)}")
 
 

@@ -203,8 +203,11 @@ def test_the_one_model_of_a_repository_is_chosen_and_several_are_listed(server: 
     assert hub.choose_file(REPO, part_of_name="q4_k_m") == HubFile(REPO, "m-Q4_K_M.gguf")
     with pytest.raises(HubError, match=r"several models; .*: m-Q4_K_M\.gguf, m-Q8_0\.gguf"):
         hub.choose_file(REPO)
-    with pytest.raises(HubError, match=r'no \.gguf file like "q2"; its files are: m-Q4'):
+    with pytest.raises(HubError, match=r'no \.gguf file like "q2"; name one of m-Q4'):
         hub.choose_file(REPO, part_of_name="q2")
+    server.files[REPO] = {"README.md": b""}
+    with pytest.raises(HubError, match=r"has no \.gguf file; name another repository"):
+        hub.choose_file(REPO)
     with pytest.raises(HubError, match="there is no repository o/absent"):
         hub.choose_file("o/absent")
 
