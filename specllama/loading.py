@@ -232,9 +232,9 @@ def load(
             size, problems = _draft_size(small, n_ctx, ctx_size_draft)
             notices += problems
             if size:
-                draft_lm = CachedLM(
-                    stack.enter_context(open_context(small, size, decoding_draft, n_slots=n_slots))
-                )
+                draft_lm, problems = _draft_lm(small, size, decoding_draft, n_slots, drafter)
+                notices += problems
+            if draft_lm is not None:
                 draft_tokenizer = small.tokenizer
                 layout.append(notes.layout("draft", small, decoding_draft))
                 n_tokens_draft = vocabulary.real_tokens(small.tokenizer)
@@ -310,6 +310,22 @@ def _draft_size(
         f"the draft {small.name} {reason}, so of longer texts it sees only the last "
         f"{size // 2} to {size}"
     ]
+
+
+def _draft_lm(
+    small: llama.Model, size: int, decoding: Decoding, n_slots: int, drafter: str
+) -> tuple[CachedLM | None, list[str]]:
+    """The draft over a context that its model closes, or None where the memory is not there.
+
+    Raises ModelError for the latter when the draft model alone was asked for.
+    """
+    try:
+        return CachedLM(open_context(small, size, decoding, n_slots=n_slots)), []
+    except ModelError as error:
+        if drafter == "model":
+            raise
+        small.close()
+        return None, [f"the draft is left out: {error}"]
 
 
 @dataclass(frozen=True)

@@ -256,6 +256,30 @@ def test_a_draft_that_does_not_fit_is_left_out_unless_it_was_asked_for(
         assert any("the draft is left out" in notice for notice in pair.notices)
 
 
+@pytest.mark.parametrize("drafter", ["auto", "model"])
+def test_a_draft_whose_context_cannot_be_made_is_left_out_unless_it_was_asked_for(
+    drafter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = tiny(), tiny(noise=0.05)
+    real = loading.open_context
+
+    def full(model: Model, *arguments: Any, **options: Any) -> Context:
+        if model.path == draft:
+            raise ModelError("no context could be made (out of memory)")
+        return real(model, *arguments, **options)
+
+    monkeypatch.setattr(loading, "open_context", full)
+    options: dict[str, Any] = {"model": target, "draft": draft, "threads": 1, "draft_tokens": 2}
+    if drafter == "model":
+        with pytest.raises(ModelError, match="out of memory"):
+            load(drafter=drafter, **options)
+        return
+    with load(**options) as pair:
+        assert pair.draft is None
+        assert any("left out" in notice and "memory" in notice for notice in pair.notices)
+        assert len(list(pair.generate("hello", max_tokens=5, seed=1))) > 0
+
+
 @on_a_cpu
 def test_what_just_fits_is_loaded_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     has(monkeypatch, needed([tiny(), tiny(noise=0.05)]) + MIB)
