@@ -23,6 +23,7 @@ from specllama.cli_bench import bench
 from specllama.cli_chat import chat
 from specllama.cli_doctor import doctor
 from specllama.cli_models import models
+from specllama.cli_verify import verify
 from specllama.errors import ModelError, SpecllamaError, UsageError
 from specllama.interrupts import interruptible
 from specllama.options import (
@@ -253,6 +254,7 @@ command.add_command(bench)
 command.add_command(models)
 command.add_command(doctor)
 command.add_command(chat)
+command.add_command(verify)
 
 
 if __name__ == "__main__":

@@ -84,8 +84,9 @@ ARROWS: dict[str, set[str]] = {
         *("speculation", "drafting", "coupling", "acceptance", "sampling", "lm"),
         "significance",
     },
+    "tally": {"acceptance", "sampling"},
     "verify": {
-        *("replay", "sampled_law", "workloads", "generation", "speculation", "drafting"),
+        *("replay", "sampled_law", "tally", "workloads", "generation", "speculation", "drafting"),
         *("coupling", "acceptance", "sampling"),
     },
     "verify_report": {"verify", "replay", "sampled_law", "generation"},
