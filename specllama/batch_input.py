@@ -110,10 +110,11 @@ def require_readable(path: Path) -> None:
     if path == STANDARD:
         return
     try:
-        if stat.S_ISDIR(path.stat().st_mode):
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
             raise UsageError(f"{path} is a folder; name a file with a JSON object on each line")
-        with open(path, "rb"):
-            pass
+        if stat.S_ISREG(mode):  # a pipe that is opened and closed has lost its writer
+            path.open("rb").close()
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise UsageError(f"{path} cannot be read: {reason}; check the path") from None

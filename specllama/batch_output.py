@@ -31,6 +31,7 @@ from specllama.storage import write
 
 _SYNC_SECONDS = 1.0
 _CHUNK = 1 << 16
+_FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
 _MEMBER = gzip.compress(b"", mtime=0)[:4]  # how a gzip member begins
 
 
@@ -50,8 +51,7 @@ class Output:
             return
         self._stack.enter_context(_locked(path))
         try:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-            self._fd = os.open(path, flags, 0o666)
+            self._fd = os.open(path, _FLAGS | os.O_CREAT, 0o666)
         except OSError as error:
             self._stack.close()
             reason = error.strerror
@@ -130,10 +130,11 @@ class Output:
 
     def drop(self, spans: Iterable[tuple[int, int]]) -> None:
         """Write the file anew without these bytes, (begin, end) in order; all of it or nothing."""
-        write(self.path, _without(self.path, spans))
-        flags = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
-        old, self._fd = self._fd, os.open(self.path.resolve(), flags)
-        os.close(old)
+        os.close(self._fd)  # Windows replaces no file that is open
+        try:
+            write(self.path, _without(self.path, spans))
+        finally:
+            self._fd = os.open(self.path, _FLAGS)
 
 
 @dataclass(frozen=True, slots=True)

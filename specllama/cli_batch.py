@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import os
 import shutil
 import signal
@@ -191,20 +192,17 @@ def _recipe(files: Files, options: dict[str, Any]) -> Recipe:
 
 def _load(files: Files, survey: Survey | None, options: dict[str, Any]) -> Pair:
     """The pair, with contexts that are as large as the longest row, for as many rows as pay."""
-    from specllama.loading import DEFAULT_CTX_SIZE
     from specllama.lookahead import MAX_DRAFT_TOKENS
     from specllama.parallelism import MOST
 
-    ctx_size = options["ctx_size"]
-    if ctx_size is None and survey is not None:
-        needed = survey.longest + MAX_DRAFT_TOKENS
-        if needed < DEFAULT_CTX_SIZE:
-            ctx_size = -(-int(needed) // 256) * 256
+    enough = None
+    if survey is not None and survey.longest < math.inf:
+        enough = -(-int(survey.longest + MAX_DRAFT_TOKENS) // 256) * 256  # llama.cpp rounds up
     most = MOST if survey is None else max(1, min(MOST, survey.n_todo))
     parallel = options["parallel"]
     if parallel is not None and survey is not None:
         parallel = min(parallel, max(1, survey.n_todo))
-    pair = load_pair({**options, "ctx_size": ctx_size}, parallel=parallel, most_parallel=most)
+    pair = load_pair(options, parallel=parallel, most_parallel=most, most_ctx=enough)
     announce(f"{pair.target.n_slots} rows at once, {pair.target.n_ctx} tokens each")
     return pair
 

@@ -153,6 +153,7 @@ def load(
     force: bool = False,
     parallel: int | None = 1,
     most_parallel: int = parallelism.MOST,
+    most_ctx: int | None = None,
     announce: Callable[[str], None] = log.info,
 ) -> Pair:
     """Load a pair of models: `load("smollm2")`, or `load(model="big.gguf", draft="small.gguf")`.
@@ -168,6 +169,7 @@ def load(
     cache types. force: go on when memory seems too small. parallel: how many answers
     `specllama.parallel` works on at once, each in a context of that size; None takes what is
     fastest here, at most `most_parallel` and what fits into half of the free memory.
+    most_ctx: tokens that are enough, where ctx_size is None.
 
     Raises UsageError for a wrong option, ModelError for files that cannot be used or do not fit
     together.
@@ -212,6 +214,8 @@ def load(
     with ExitStack() as stack:
         target = stack.enter_context(open_model(files.target, where))
         n_ctx = context_size(ctx_size, target)
+        if ctx_size is None and most_ctx is not None:
+            n_ctx = min(n_ctx, most_ctx)
         memo = memo_path(files, settings)
         n_slots = parallel or _slots(target, n_ctx, decoding, memo, most_parallel)
         if n_slots > 1:

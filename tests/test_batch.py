@@ -451,3 +451,26 @@ def test_a_prompt_of_several_batches(tmp_path: Path, output: Path) -> None:
     source = written(tmp_path / "in.jsonl", [long, *rows(3)])
     assert batch(source, output, "-b", "64").code == 0
     assert records(output)["long"]["usage"]["prompt_tokens"] > 3 * 64
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such pipes")
+def test_a_named_pipe_is_read_once(output: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    source = written(tmp_path / "in.jsonl", rows(3))
+    for _ in range(2):
+        with subprocess.Popen(["cp", source, pipe]) as writer:
+            assert batch(pipe, output).code == 0
+        assert writer.returncode == 0
+    assert set(records(output)) == {"row 0", "row 1", "row 2"}
+
+
+def test_the_context_is_as_large_as_the_longest_row(tmp_path: Path, output: Path) -> None:
+    source = written(tmp_path / "in.jsonl", [*rows(3), {"id": "long", "prompt": "x" * 260}])
+    assert "4 rows at once, 512 tokens each" in batch(source, output).err
+    unlimited = written(tmp_path / "no.jsonl", rows(3, max_tokens=-1, ignore_eos=True))
+    result = batch(unlimited, tmp_path / "no.out", "-c", "64")
+    assert result.code == 0 and "64 tokens each" in result.err
+    assert {each["finish_detail"] for each in records(tmp_path / "no.out").values()} == {
+        "context full"
+    }
