@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from specllama import estimate, memory, vocabulary
+from specllama import estimate, memory, pairing, vocabulary
+from specllama.errors import ModelError
 from specllama.loading import (
     DEFAULT_BATCH_SIZE,
     Files,
@@ -56,12 +57,8 @@ def examine(
         findings = [_file(role, model) for role, model in models]
         refusal = None
         if len(models) > 1:
-            comparison = vocabulary.compare(target.tokenizer, models[1][1].tokenizer)
-            findings += [
-                Finding(rule.name, rule.ok, rule.detail, rule.required)
-                for rule in comparison.rules
-            ]
-            refusal = None if comparison.compatible else comparison.reason
+            tokens, refusal = _tokens(target, models[1][1])
+            findings += tokens
         for role, model in models:
             problem = rollback_refusal(model, role)
             findings.append(_cache(role, model, problem, files))
@@ -71,6 +68,23 @@ def examine(
                 )
         findings += _memory(models, context_size(ctx_size, target), batch_size)
         return Report(tuple(findings), refusal)
+
+
+def _tokens(target: Model, draft: Model) -> tuple[list[Finding], str | None]:
+    """How the vocabularies compare and what is shared, and why they cannot work together."""
+    rules = vocabulary.compare(target.tokenizer, draft.tokenizer).rules
+    try:
+        joint, refusal = pairing.join(target.tokenizer, draft.tokenizer), None
+    except ModelError as error:
+        joint, refusal = None, str(error)
+    # What differs is only worth a note where the rest can be paired.
+    findings = [
+        Finding(rule.name, rule.ok, rule.detail, rule.required and joint is None)
+        for rule in rules
+    ]
+    if joint is not None:
+        findings.append(Finding("shared tokens", joint.is_same, joint.detail, required=False))
+    return findings, refusal
 
 
 def _file(role: str, model: Model) -> Finding:

@@ -16,6 +16,7 @@ from specllama.lm import CachedLM
 from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength, MeasuredLength
 from specllama.lookup import BestDrafter, LookupDrafter
 from specllama.shared_length import SharedLength
+from specllama.vocabulary_map import VocabularyMap
 
 log = logging.getLogger(__name__)
 
@@ -46,20 +47,23 @@ def plain() -> Speculation:
 
 
 def fixed(
-    draft: CachedLM, n_shared: int, n_tokens: int, temperature: float | None = None
+    draft: CachedLM,
+    vocabulary: VocabularyMap | int,
+    n_tokens: int,
+    temperature: float | None = None,
 ) -> Speculation:
     """The draft model with a fixed number of draft tokens."""
     if n_tokens == 0:
         return plain()
-    model = ModelDrafter(draft, FixedLength(n_tokens), n_shared, temperature)
-    at_length = partial(fixed, draft, n_shared, temperature=temperature)
+    model = ModelDrafter(draft, FixedLength(n_tokens), vocabulary, temperature)
+    at_length = partial(fixed, draft, vocabulary, temperature=temperature)
     return Speculation(model, "model", at_length=at_length)
 
 
 def measured(
     target: CachedLM,
     draft: CachedLM | None,
-    n_shared: int,
+    vocabulary: VocabularyMap | int,
     memo: Path,
     *,
     lookup: bool,
@@ -74,7 +78,7 @@ def measured(
     if target.n_slots > 1 and target.is_split:
         if draft is None:
             return plain()
-        return _shared(target, draft, n_shared, memo, limit, temperature)
+        return _shared(target, draft, vocabulary, memo, limit, temperature)
     known = calibration.recall(memo) or Knowledge()
     _calibrate(target, draft, known)
     target.on_decode = _recorder(known.target, only_full=True)
@@ -88,13 +92,13 @@ def measured(
     policy = MeasuredLength(
         budget, known.draft, known.predictor, known.forecast, known.worth, limit
     )
-    model = ModelDrafter(draft, policy, n_shared, temperature)
+    model = ModelDrafter(draft, policy, vocabulary, temperature)
 
     def save() -> None:
         known.forecast, known.worth = policy.forecast, policy.worth
         calibration.store(memo, known)
 
-    at_length = partial(fixed, draft, n_shared, temperature=temperature)
+    at_length = partial(fixed, draft, vocabulary, temperature=temperature)
     if not lookup:
         return Speculation(model, "model", budget, lambda: verdict(policy), save, at_length)
     both = BestDrafter(guesses, model, policy)
@@ -106,7 +110,7 @@ def measured(
 def _shared(
     target: CachedLM,
     draft: CachedLM,
-    n_shared: int,
+    vocabulary: VocabularyMap | int,
     memo: Path,
     limit: int,
     temperature: float | None,
@@ -123,10 +127,10 @@ def _shared(
         known.forecast = policy.forecast
         calibration.store(memo, known)
 
-    model = ModelDrafter(draft, policy, n_shared, temperature)
+    model = ModelDrafter(draft, policy, vocabulary, temperature)
     return Speculation(
         model, "model", budget, lambda: _shared_verdict(policy), save,
-        partial(fixed, draft, n_shared, temperature=temperature),
+        partial(fixed, draft, vocabulary, temperature=temperature),
     )
 
 

@@ -19,6 +19,8 @@ from specllama.errors import ModelError
 
 UNUSED = 2
 """llama.cpp's attribute of an id that no text becomes."""
+BYTE = 32
+"""llama.cpp's attribute of an id that stands for one byte of what has no other token."""
 
 # The attributes that say what an id is. The others say how text around it is cut, and only the
 # target cuts text.
@@ -28,7 +30,7 @@ _KINDS = {
     4: "normal",
     8: "control",
     16: "user-defined",
-    32: "byte",
+    BYTE: "byte",
 }
 _KIND_MASK = sum(_KINDS)
 # What fills a vocabulary up to the rows of its matrices: "[PAD7]" is written by the converters,
@@ -119,10 +121,11 @@ def require_compatible(target: TokenSet, draft: TokenSet) -> int:
 def compare(target: TokenSet, draft: TokenSet) -> Comparison:
     """Every rule of a pair with its result.
 
-    Required: both have a tokenizer, the same number of real tokens, and the same text for each of
-    these ids, control and unused ones included. One differing text means another token set, and
-    then most guesses are noise; extra real tokens are refused too, because a prompt may contain
-    them and the draft has no id to read them by. Padding may differ: the draft proposes none.
+    Required for the ids to mean the same as they stand: both have a tokenizer, the same number of
+    real tokens, and the same text for each of these ids, control and unused ones included. Extra
+    real tokens count, because a prompt may contain them and the draft has no id to read them by.
+    Padding may differ: the draft proposes none. What fails here may still be paired token by token,
+    see pairing.py.
 
     Warnings, because the target alone cuts text into ids, begins, ends and prints it, and the
     draft only ever reads the target's ids:

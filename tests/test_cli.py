@@ -531,17 +531,23 @@ def test_check_of_a_state_alone_says_how_it_is_decoded(run: Runner) -> None:
         assert "target cache" in noted and noted.endswith("decoding is plain")
 
 
-def test_swapped_tokens_are_refused_with_names_id_and_texts(run: Runner) -> None:
+def test_swapped_tokens_are_noted_with_id_and_texts_and_paired(
+    run: Runner, answer: Answer
+) -> None:
     swapped = tiny("attention", swap=(300, 301))
     with llama.Model(swapped) as model:
         here, there = (t.decode() for t in model.tokenizer.token_texts()[300:302])
-    for arguments in (["check", TARGET, str(swapped)], [*HELLO, "-md", str(swapped)]):
-        result = run(*arguments)
-        line = one_line(result)
-        assert result.code == 3
-        for words in (Path(TARGET).name, swapped.name, "300", repr(here), repr(there)):
-            assert words in line, line
-    assert "NO   token texts" in run("check", TARGET, str(swapped)).text
+    result = run("check", TARGET, str(swapped))
+    assert (result.code, result.err) == (0, "")
+    [line] = [line for line in result.text.splitlines() if "token texts" in line]
+    assert line.startswith("note ") and f"300 {there!r} / {here!r}" in line
+    told = one_line(run(*HELLO, "-n", "4", "-md", str(swapped)))
+    assert swapped.name in told and "other tokens than the target" in told
+    options = ["-n", "60", "--temp", "0"]
+    plain = answer(*options, models=["-m", TARGET, "--drafter", "none"])
+    guessed = answer(*options, models=["-m", TARGET, "-md", str(swapped), *FIXED])
+    assert guessed["text"] == plain["text"]
+    assert guessed["stats"]["draft_n_accepted"] > 0
 
 
 @pytest.mark.parametrize("pad", [64, 128, 1024])
