@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from specllama import spoken
 from specllama.errors import ModelError, SpecllamaError, UsageError
 from specllama.markers import ChatTokenizer, Cover, Markers, Part
-from specllama.thinking import TAGS
+from specllama.thinking import TAGS, final
 
 if TYPE_CHECKING:  # it brings Jinja with it
     from specllama.templates import Template
@@ -60,6 +60,7 @@ class ChatFormat:
     - Messages of one role in a row are joined by a blank line, with a notice.
     - A system message must be among the first; a later one is refused. Where the template has no
       system role, its text goes before the first user's message, with a notice.
+    - Of an answer with channels, such as <|channel|>analysis, only what it says is kept.
     - The last message must be the user's. The first may be the assistant's if the template takes
       that, otherwise the conversation is refused.
     """
@@ -117,7 +118,7 @@ class ChatFormat:
     # --- which messages ---------------------------------------------------------------------
 
     def _arrange(self, messages: Sequence[Message]) -> list[Message]:
-        turns = self._join(_checked(messages))
+        turns = self._join([_without_channels(turn) for turn in _checked(messages)])
         system = [turn for turn in turns if turn.role == "system"]
         if system and not self.supports_system:
             self._notice(
@@ -288,6 +289,11 @@ def _checked(messages: Sequence[Message]) -> list[Message]:
     if not turns or turns[-1].role != "user":
         raise UsageError("there is nothing to answer; end with a user's message")
     return turns
+
+
+def _without_channels(message: Message) -> Message:
+    said = final(message.content) if message.role == "assistant" else message.content
+    return message if said == message.content else Message("assistant", said)
 
 
 def _content(message: Message, number: int) -> str:

@@ -21,8 +21,12 @@ TAGS: tuple[tuple[str, str], ...] = (
     ("◁think▷", "◁/think▷"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
     ("<|channel>thought", "<channel|>"),
-    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    # Its <|end|> before <|start|> is a control token, which prints nothing.
+    ("<|channel|>analysis<|message|>", "<|start|>assistant<|channel|>final<|message|>"),
 )
+# How such a model begins an answer without thinking.
+_SPEAKS = "<|channel|>final<|message|>"
+_CHANNEL = "<|channel|>"
 
 _OPENED = re.compile("(?:" + "|".join(re.escape(opening) for opening, _ in TAGS) + r")\s*\Z")
 
@@ -81,7 +85,11 @@ class ThinkingStream:
                 self._step = self._space
                 self._next = "thinking"
                 return True
-        if any(opening.startswith(text) for opening, _ in TAGS):
+        if text.startswith(_SPEAKS):
+            self._take(pieces, "tag", len(self._held) - len(text) + len(_SPEAKS))
+            self._step = self._space
+            return True
+        if any(opening.startswith(text) for opening in (*(tag for tag, _ in TAGS), _SPEAKS)):
             return False
         self._step = self._answer
         return True
@@ -140,6 +148,16 @@ def split(text: str) -> list[Piece]:
     """The pieces of a whole answer; neighbours differ in kind."""
     stream = ThinkingStream()
     return _joined(stream.feed(text) + stream.flush())
+
+
+def final(text: str) -> str:
+    """What an answer says, without its channels if it has such; else the text as it is.
+
+    Templates of models with channels refuse an answer that holds them and write them themselves.
+    """
+    if not text.lstrip().startswith(_CHANNEL):
+        return text
+    return "".join(piece.text for piece in split(text) if piece.kind == "answer")
 
 
 def left_open(text: str) -> str:

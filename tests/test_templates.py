@@ -246,6 +246,24 @@ def test_a_date_is_todays_or_the_one_given(name: str) -> None:
     assert any(date in text for date in dates)
 
 
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ("<|channel|>analysis<|message|>So?<|start|>assistant<|channel|>final<|message|>4.", "4."),
+        ("<|channel|>final<|message|>4.", "4."),
+        ("<|channel|>analysis<|message|>So", ""),
+    ],
+)
+def test_an_answer_in_channels_goes_on_to_a_second_turn(answer: str, said: str) -> None:
+    name = "openai-gpt-oss-120b"
+    text = shown(name, user("Hi"), assistant(answer), user("Why?"))
+    assert text.endswith(
+        "<|start|>user<|message|>Hi<|end|>"
+        f"<|start|>assistant<|channel|>final<|message|>{said}<|end|>"
+        "<|start|>user<|message|>Why?<|end|><|start|>assistant"
+    )
+
+
 def test_granite_tells_the_date() -> None:
     text = shown("ibm-granite-granite-3.3-2B-Instruct", user("Hi"))
     assert "Today's Date: February 03, 2031." in text

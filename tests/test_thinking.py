@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specllama.thinking import TAGS, Piece, ThinkingStream, left_open, split
+from specllama.thinking import TAGS, Piece, ThinkingStream, final, left_open, split
 
 WHOLE = "\n<think>\nWhat is <b>it</b>? </thin no\n</think>\n\nIt is 4.<think> no </think>"
 
@@ -45,6 +45,29 @@ def test_every_tag_is_known_character_by_character(opening: str, close: str) -> 
     wanted = [("tag", opening), ("thinking", "so"), ("tag", close), ("answer", "hi")]
     assert fed(list(text)) == wanted == split(text)
     assert left_open(f"user: x\nassistant: {opening}\n") == f"{opening}\n"
+
+
+def test_an_answer_in_a_channel_of_its_own_has_no_thinking() -> None:
+    text = "<|channel|>final<|message|>It is 4.<|channel|>"
+    wanted = [("tag", "<|channel|>final<|message|>"), ("answer", "It is 4.<|channel|>")]
+    assert fed(list(text)) == wanted == split(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("<|channel|>analysis<|message|>So?<|start|>assistant<|channel|>final<|message|>4.", "4."),
+        ("<|channel|>final<|message|>4.", "4."),
+        ("<|channel|>analysis<|message|>So?<|start|>assis", ""),
+        ("<|channel|>elsewhere<|message|>4.", "<|channel|>elsewhere<|message|>4."),
+        ("It is <|channel|>final<|message|>", "It is <|channel|>final<|message|>"),
+        ("<think>So?</think>4.", "<think>So?</think>4."),
+    ],
+)
+def test_only_what_an_answer_with_channels_says_is_told_to_the_next_turn(
+    text: str, said: str
+) -> None:
+    assert final(text) == said
 
 
 @pytest.mark.parametrize(
