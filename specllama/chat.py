@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,6 @@ from specllama.presentation import Presentation, Screen, stream
 if TYPE_CHECKING:
     from specllama.conversation import Conversation
     from specllama.generation import Chunk
-    from specllama.prompts import ChatFormat, RawFormat
 
 
 def no_editor(text: str) -> str | None:
@@ -25,7 +24,7 @@ def no_editor(text: str) -> str | None:
 class Chat:
     """A conversation on a screen, which can be kept in a file from turn to turn.
 
-    chat_format: the conversation's. present: how an answer is shown. kv: whether the caches are
+    present: how an answer is shown. kv: whether the caches are
     saved too. To be set: status, told after each answer what it took; editor, which lets the user
     change a text and gives None when it was not saved; session, the file that the conversation is
     kept in.
@@ -34,14 +33,12 @@ class Chat:
     def __init__(
         self,
         conversation: Conversation,
-        chat_format: ChatFormat | RawFormat,
         screen: Screen,
         *,
         present: Presentation = stream,
         kv: bool = False,
     ) -> None:
         self.conversation = conversation
-        self.chat_format = chat_format
         self.screen = screen
         self.status: Callable[[str], None] = lambda line: None
         self.editor: Callable[[str], str | None] = no_editor
@@ -80,10 +77,13 @@ class Chat:
 
     def show(self, chunks: Iterator[Chunk]) -> None:
         """Show an answer of the conversation to its end, and what there is to say of it."""
+        before = self.conversation.last
         try:
             self._present(chunks, self.screen)
-        except BaseException:
+        except BaseException as error:
             self.conversation.settle()
+            if isinstance(error, KeyboardInterrupt) and self.conversation.last is not before:
+                self._tell_ending()
             with contextlib.suppress(SpecllamaError):  # the other one is told
                 self._keep_messages()
             raise
@@ -94,7 +94,7 @@ class Chat:
 
     def tell_notices(self) -> None:
         """Tell what the chat format does with the messages that the user may not expect, once."""
-        notices = self.chat_format.notices
+        notices = self.conversation.chat_format.notices
         for notice in notices[self._n_notices :]:
             self.screen.say(f"Note: {notice}")
         self._n_notices = len(notices)
@@ -114,9 +114,12 @@ class Chat:
         for notice in sessions.save(path, self.conversation, kv=self._kv):
             self.screen.say(f"Note: {notice}")
 
-    def load(self, path: Path) -> None:
-        """Go on with a saved conversation. Raises UsageError, and then nothing changes."""
-        for notice in sessions.load(path, self.conversation):
+    def load(self, path: Path, keep: Collection[str] = ()) -> None:
+        """Go on with a saved conversation. Raises UsageError, and then nothing changes.
+
+        keep: settings that stay as they are, see `sessions.load`.
+        """
+        for notice in sessions.load(path, self.conversation, keep):
             self.screen.say(f"Note: {notice}")
         self._attached.clear()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -33,15 +34,35 @@ if TYPE_CHECKING:
     from specllama.terminal import LineEditor
 
 
+# What an option sets of a conversation, by the names that `sessions.load` has for it.
+_SETS = {
+    "temp": "temperature", "repeat_last_n": "penalty_last_n", "ignore_eos": "logit_bias",
+    "predict": "max_tokens", "system_file": "system", "drafter": "draft", "draft_tokens": "draft",
+}  # fmt: skip
+
+
+def _text(_ctx: click.Context, _param: click.Parameter, value: str | None) -> str | None:
+    """Refuse what cannot be a text before models are loaded."""
+    try:
+        os.fsencode(value or "").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise click.BadParameter(
+            f"it is not UTF-8 at byte {error.start}; convert it, with iconv for example"
+        ) from None
+    return value
+
+
 @click.command()
 @file_options
 @run_options
 @sampling_options
-@click.option("-sys", "--system", metavar="TEXT", help="What the model is told to be.")
+@click.option("-sys", "--system", metavar="TEXT", callback=_text,
+              help="What the model is told to be.")
 @click.option("--system-file", type=file_path, help="A file with that text.")
 @click.option("--chat-template", type=file_path, help="A Jinja file instead of the model's own.")
 @click.option("--raw", is_flag=True, help="No template: messages and answers just follow.")
-@click.option("-p", "--prompt", metavar="TEXT", help="Answer this message and exit.")
+@click.option("-p", "--prompt", metavar="TEXT", callback=_text,
+              help="Answer this message and exit.")
 @click.option("--json", "as_json", is_flag=True, help="Print each answer as an object, on a line.")
 @click.option("--context-full", type=click.Choice(["drop", "stop"]), default="drop",
               show_default=True, help="Drop the oldest turns, or refuse another message.")
@@ -60,7 +81,10 @@ def chat(
     On a terminal Enter sends, Alt-Enter or a backslash at the end begins a new line, a paste is
     one message, Ctrl-C stops an answer and Ctrl-D leaves. From a pipe each line is one message,
     in turn, and commands work too. Answers go to standard output, everything else to standard
-    error.
+    error. A question for a first try, which needs no files of your own:
+
+    \b
+      specllama chat --prompt "Why is the sky blue?"
     """
     from specllama.chat import Chat
     from specllama.folders import state_folder
@@ -68,6 +92,7 @@ def chat(
 
     if prompt is not None and not prompt.strip():
         raise UsageError("the prompt is empty; give --prompt some text")
+    session = _session(session)
     system = _system(options["system"], options["system_file"])
     screen = Screen()
     with load_pair(options) as pair:
@@ -75,7 +100,6 @@ def chat(
         conversation = _conversation(pair, chat_format, system, screen, options)
         the_chat = Chat(
             conversation,
-            chat_format,
             screen,
             present=_presentation(options["as_json"], options["hide_thinking"]),
             kv=options["kv"],
@@ -94,6 +118,16 @@ def chat(
             code = _lines(the_chat) if prompt is None else _one_message(the_chat, prompt)
         if code or problem:
             raise click.exceptions.Exit(code or problem[0])
+
+
+def _session(path: Path | None) -> Path | None:
+    """Where the conversation is kept. Raises UsageError before anything is said."""
+    from specllama.commands import expanded
+
+    path = path and expanded(str(path))
+    if path is not None and not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for --session; make it first")
+    return path
 
 
 def _system(text: str | None, path: Path | None) -> str | None:
@@ -157,6 +191,14 @@ def _presentation(as_json: bool, hide_thinking: bool) -> Presentation:
     return presentation.stream_without_thinking if hide_thinking else presentation.stream
 
 
+def _given() -> set[str]:
+    """What the command line says itself, and a session's file therefore does not change."""
+    context = click.get_current_context()
+    source = click.core.ParameterSource.COMMANDLINE
+    given = {name for name in context.params if context.get_parameter_source(name) == source}
+    return {_SETS.get(name, name) for name in given}
+
+
 @contextlib.contextmanager
 def _kept(chat: Chat, session: Path | None) -> Iterator[list[int]]:
     """Go on with the session's file, and keep it; the exit code where it could not be loaded.
@@ -167,7 +209,7 @@ def _kept(chat: Chat, session: Path | None) -> Iterator[list[int]]:
     if session is not None:
         try:
             if session.exists():
-                chat.load(session)
+                chat.load(session, _given())
             chat.session = session
         except SpecllamaError as error:
             chat.screen.say(f"Error: {error}; the chat goes on without it and leaves it alone")

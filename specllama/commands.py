@@ -150,7 +150,7 @@ def _show(chat: Chat, _: str) -> None:
 def _stats(chat: Chat, _: str) -> None:
     answer = chat.conversation.last
     if answer is None or answer.stats is None:
-        raise UsageError("there is no finished answer to tell of; ask something first")
+        raise UsageError("there is no answer to tell of; ask something first")
     chat.screen.say(answers.details(answer.stats))
 
 
@@ -162,7 +162,7 @@ def _context(chat: Chat, _: str) -> None:
 
 
 def _think(chat: Chat, choice: str) -> None:
-    if not chat.chat_format.supports_thinking:
+    if not chat.conversation.chat_format.supports_thinking:
         raise UsageError("this model's chat template has no switch for thinking; leave it alone")
     if choice.lower() not in ("", "on", "off"):
         raise UsageError(f'thinking can be on or off, not "{choice}"')
@@ -201,6 +201,14 @@ _HABITS = {"exit": "quit", "bye": "quit", "q": "quit", "regen": "retry", "?": "h
 def _path(name: str) -> Path:
     if not name:
         raise UsageError("there is no file named; put its path behind the command")
+    # A shell's habit, and what some terminals type for a file that is dropped on them.
+    if len(name) > 2 and name[0] == name[-1] and name[0] in "'\"":
+        name = name[1:-1]
+    return expanded(name)
+
+
+def expanded(name: str) -> Path:
+    """The path that a user named, with ~ for their folder."""
     try:
         return Path(name).expanduser()
     except RuntimeError:  # the folder of a user that does not exist

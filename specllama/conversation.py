@@ -27,6 +27,16 @@ LEAST_ROOM = 16
 class MessageFormat(Protocol):
     """How messages become a prompt; `prompts.ChatFormat` is one."""
 
+    @property
+    def notices(self) -> Sequence[str]:
+        """What the user should know of how prompts were made, which may grow with each."""
+        ...
+
+    @property
+    def supports_thinking(self) -> bool:
+        """Whether `thinking` makes a difference."""
+        ...
+
     def tokens(self, messages: Sequence[Message], *, thinking: bool | None = None) -> list[int]:
         """Token ids that end where the assistant begins to speak."""
         ...

@@ -98,10 +98,11 @@ class Stats:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of the answer. The last one carries why the answer ended, and the statistics.
+    """A piece of the answer. The last one carries why the answer ended.
 
-    finish_reason: "stop" or "length". finish_detail: "end token", "stop string", "token limit" or
-    "context full".
+    stats: of the answer so far, one object that grows; when the answer is broken off they lack
+    `discarded` and `verdict`. finish_reason: "stop" or "length". finish_detail: "end token", "stop
+    string", "token limit" or "context full".
     """
 
     text: str
@@ -314,7 +315,7 @@ class Pair:
             # Only our own time: the reader of the chunks may take as long as it likes.
             stats.predicted_ms += 1000 * (clock() - begun)
             if ending.reason is None and (chunk.text or chunk.tokens):
-                yield chunk
+                yield replace(chunk, stats=stats)
         stats.discarded = stats.draft_n_accepted + stats.rounds - stats.predicted_n
         stats.verdict = self.speculation.verdict()
         yield replace(chunk, finish_reason=ending.reason, finish_detail=ending.detail, stats=stats)

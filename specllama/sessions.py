@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,17 +22,23 @@ from specllama.sampling import SamplingParams
 from specllama.storage import read, write
 
 FORMAT = 1
+_PARAMS = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _LARGEST = 64 * 2**20  # bytes; a model that is loaded by mistake is larger
 
 
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What a file holds, checked. target: the model's identity, None if it was not known."""
+    """What a file holds, checked.
+
+    draft: who drafts, None if it does not say. target: the model's identity, None if it was not
+    known.
+    """
 
     messages: list[Message]
     dropped: list[Message]
     attempt: int
     settings: dict[str, Any]
+    draft: str | int | None
     target: Identity | None
     kv: kv_files.Reference | None
 
@@ -59,13 +65,16 @@ def save(path: str | Path, conversation: Conversation, *, kv: bool = False) -> l
     return notices
 
 
-def load(path: str | Path, conversation: Conversation) -> list[str]:
+def load(
+    path: str | Path, conversation: Conversation, keep: Collection[str] = ()
+) -> list[str]:
     """Go on with a saved conversation: messages and settings, and its KV state where it fits.
 
-    Returns what the user should know. Token ids of answers, and the KV state, are used only with
-    the model that they came from. Raises UsageError for a file that is not there, damaged or not a
-    saved conversation, SpecllamaError for a model file that is gone; the conversation is then as it
-    was.
+    keep: settings that stay as they are whatever the file says: names of a conversation's
+    attributes, of the fields of SamplingParams, and "draft". Returns what the user should know.
+    Token ids of answers, and the KV state, are used only with the model that they came from.
+    Raises UsageError for a file that is not there, damaged or not a saved conversation,
+    SpecllamaError for a model file that is gone; the conversation is then as it was.
     """
     path = Path(path)
     data = read(path, _LARGEST)
@@ -89,11 +98,25 @@ def load(path: str | Path, conversation: Conversation) -> list[str]:
                 f"{conversation.pair.target.name}"
             )
     conversation.resume(messages, dropped, saved.attempt)
-    for name, value in saved.settings.items():
-        setattr(conversation, name, value)
+    params = {name: getattr(conversation.params, name) for name in keep if name in _PARAMS}
+    settings = {**saved.settings, "params": dataclasses.replace(saved.settings["params"], **params)}
+    for name in settings.keys() - set(keep):
+        setattr(conversation, name, settings[name])
+    if saved.draft is not None and "draft" not in keep:
+        notices += _speculate(conversation, saved.draft)
     if saved.kv is not None:
         notices += kv_files.load(_kv_path(path), conversation.pair, saved.kv)
     return notices
+
+
+def _speculate(conversation: Conversation, choice: str | int) -> list[str]:
+    """Let draft who drafted before; a notice where that cannot be."""
+    if choice != conversation.speculation:
+        try:
+            conversation.speculate(choice)
+        except UsageError as error:
+            return [f"drafting stays at {conversation.speculation}, and was at {choice}: {error}"]
+    return []
 
 
 def _require_ids(path: Path, messages: Sequence[Message], n_vocab: int) -> None:
@@ -138,6 +161,8 @@ def _document(conversation: Conversation, kv: kv_files.Reference | None) -> dict
         "max_tokens": conversation.max_tokens,
         "stop": list(conversation.stop),
         "thinking": conversation.thinking,
+        "context_full": conversation.context_full,
+        "draft": conversation.speculation,
         "attempt": conversation.attempt,
         "kv": None if kv is None else dataclasses.asdict(kv),
         "dropped": list(map(_message_object, conversation.dropped)),
@@ -202,6 +227,11 @@ def _parse(data: bytes) -> _Saved:
     }
     if (settings["max_tokens"] or 0) < -1:
         raise ValueError("max_tokens is below -1")
+    context_full = _typed(document, "context_full", str, None)
+    if context_full not in (None, "drop", "stop"):
+        raise ValueError("its context_full is neither drop nor stop")
+    if context_full is not None:  # which older files do not tell
+        settings["context_full"] = context_full
     attempt = _typed(document, "attempt", int, 0)
     kv = _typed(document, "kv", dict, None)
     target = _typed(_typed(document, "pair", dict), "target", dict, None)
@@ -210,9 +240,17 @@ def _parse(data: bytes) -> _Saved:
         [_message(item) for item in _typed(document, "dropped", list, [])],
         attempt,
         settings,
+        _draft(document.get("draft")),
         None if target is None else _record(Identity, target),
         None if kv is None else _record(kv_files.Reference, kv),
     )
+
+
+def _draft(choice: Any) -> str | int | None:
+    is_count = type(choice) is int and choice > 0
+    if not (choice is None or is_count or choice in ("auto", "off", "only")):
+        raise ValueError("its draft is neither auto, off, only nor a number")
+    return choice  # type: ignore[no-any-return]
 
 
 _REQUIRED: Any = object()

@@ -23,8 +23,8 @@ class Answer:
 
     opening: what the template let the answer begin with, such as "<think>"; it stands at the
     beginning of the text. tokens: the delivered ones, with their provenance. finish_reason,
-    finish_detail, stats: those of the last chunk, None while it is unfinished or when it was
-    broken off.
+    finish_detail: None while it is unfinished or when it was broken off. stats: so far, None before
+    the first chunk.
     """
 
     prompt_n: int

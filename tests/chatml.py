@@ -22,6 +22,9 @@ GREEDY = SamplingParams(temperature=0)
 class ChatML:
     """The ids of answers as they are, where they are known. opening: what an answer begins with."""
 
+    notices = ()
+    supports_thinking = False
+
     def __init__(self, tokenizer: Tokenizer, opening: str = "") -> None:
         self._tokenizer = tokenizer
         self._opening = opening

@@ -71,7 +71,7 @@ def opened(pair: Pair, page: Page, template: str | None = None, **options: Any) 
     chat_format = ChatFormat.of(template or pair.chat_template, tokenizer, "tiny")
     present, kv = options.pop("present", stream), options.pop("kv", False)
     talk = Conversation(pair, chat_format, **{"params": GREEDY, "max_tokens": 6, **options})
-    return Chat(talk, chat_format, page, present=present, kv=kv)
+    return Chat(talk, page, present=present, kv=kv)
 
 
 @pytest.fixture
@@ -243,6 +243,29 @@ def test_a_file_that_cannot_be_loaded_changes_nothing(chat: Chat, tmp_path: Path
     refused(chat, f"/save {tmp_path}")
     for line in ("/load", "/save", "/read"):
         assert "no file named" in refused(chat, line)
+
+
+def test_an_answer_that_is_stopped_before_it_begins_has_no_status(chat: Chat, pair: Pair) -> None:
+    def stopped(chunks: Iterator[Chunk], screen: Screen) -> None:
+        raise KeyboardInterrupt
+
+    take(chat, "hi")
+    again = Chat(chat.conversation, Page(), present=stopped)
+    told: list[str] = []
+    again.status = told.append
+    with pytest.raises(KeyboardInterrupt):
+        take(again, "and now?")
+    assert told == []
+
+
+@pytest.mark.parametrize("quote", ["'", '"'])
+def test_a_path_may_stand_in_quotes(
+    chat: Chat, page: Page, tmp_path: Path, quote: str
+) -> None:
+    path = tmp_path / "my talk's.json"
+    take(chat, f"/save {quote}{path}{quote}")
+    assert page.read_notes() == f"saved 0 messages to {path}"
+    assert path.is_file()
 
 
 def test_a_conversation_is_kept_after_each_answer(chat: Chat, tmp_path: Path) -> None:
@@ -518,13 +541,18 @@ def test_a_stopped_answer_is_kept_and_the_chat_goes_on(chat: Chat, pair: Pair) -
         raise KeyboardInterrupt
 
     interrupted = opened(pair, Page(), max_tokens=40, present=stopped)
+    told: list[str] = []
+    interrupted.status = told.append
     with pytest.raises(KeyboardInterrupt):
         take(interrupted, "hi")
+    n_tokens = len(interrupted.conversation.messages[-1].tokens)
+    assert [line.split(",")[0] for line in told] == [f"[{n_tokens} tokens"]
+    take(interrupted, "/stats")
     kept = list(interrupted.conversation.messages)
     assert [message.role for message in kept] == ["user", "assistant"]
     fresh = opened(pair, Page())
     fresh.conversation.resume(kept, ())
-    going_on = Chat(interrupted.conversation, interrupted.chat_format, Page())
+    going_on = Chat(interrupted.conversation, Page())
     going_on.conversation.max_tokens = 6
     take(going_on, "go on")
     take(fresh, "go on")

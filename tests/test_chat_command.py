@@ -12,6 +12,8 @@ import pytest
 from command import Result, environment, specllama, without_build_note
 from tiny import tiny
 
+from specllama.llama import Model
+
 SWITCH = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
     "{% endfor %}<|im_start|>assistant\n{% if enable_thinking is not false %}<think>\n{% endif %}"
@@ -198,3 +200,48 @@ def test_a_reader_that_goes_away_is_no_traceback() -> None:
     )
     assert done.returncode in (0, 141)
     assert without_build_note(done.stderr) == ""
+
+
+def test_what_the_command_line_says_goes_before_the_file_of_a_session(tmp_path: Path) -> None:
+    path = tmp_path / "talk.json"
+    template = ("--session", path, "--system", "Be kind.", "--top-k", "7", "--seed", "3")
+    assert chat(*template, "-p", "hi").code == 0
+    result = chat(
+        "--session", path, "--top-k", "9", "--context-full", "stop", "--draft-tokens", "2",
+        stdin=b"/set top-k\n/set seed\n/system\n/draft\n",
+    )  # fmt: skip
+    assert result.err.splitlines()[:3] == ["top-k 9", "seed 3", "system prompt: Be kind."]
+    assert "drafting: 2" in result.err
+    kept = json.loads(path.read_text("utf-8"))
+    assert (kept["context_full"], kept["draft"], kept["params"]["top_k"]) == ("stop", 2, 9)
+
+
+def test_a_session_in_a_folder_that_is_not_there_is_refused_at_once(tmp_path: Path) -> None:
+    result = chat("--session", tmp_path / "absent" / "talk.json", "-p", "hi")
+    assert (result.code, result.out) == (2, b"")
+    assert result.err == (
+        f"Error: there is no folder {tmp_path / 'absent'} for --session; make it first\n"
+    )
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="arguments are no bytes there")
+@pytest.mark.parametrize("option", ["--prompt", "--system"])
+def test_an_argument_that_is_no_text_is_refused(option: str) -> None:
+    result = chat(option, b"caf\xe9".decode("utf-8", "surrogateescape"), stdin=b"hi\n")
+    assert (result.code, result.out) == (2, b"")
+    assert "not UTF-8 at byte 3" in result.err
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "<|im_end|>", "</s>"])
+def test_a_marker_ends_an_answer_as_a_stop_string_and_is_never_shown(stop: str) -> None:
+    """Without the stop the marker would come over and over, and print nothing."""
+    with Model(tiny("attention")) as model:
+        [marker] = model.tokenizer.encode(stop, special=True, add_special=False)
+        is_end = marker in model.tokenizer.end_tokens
+    wanted = ("--json", "-p", "hi", "--logit-bias", f"{marker}+1000")
+    stopped = json.loads(chat(*wanted, "--stop", stop).text)
+    assert (stopped["text"], stopped["tokens"]) == ("", [])
+    assert stopped["finish_detail"] == ("end token" if is_end else "stop string")
+    if not is_end:
+        going_on = json.loads(chat(*wanted).text)
+        assert (going_on["text"], going_on["finish_detail"]) == ("", "token limit")

@@ -77,7 +77,8 @@ def pair(
 
 def read(chunks: Iterator[Chunk]) -> tuple[str, list[int], Chunk]:
     seen = list(chunks)
-    assert all(chunk.finish_reason is None and chunk.stats is None for chunk in seen[:-1])
+    assert all(chunk.finish_reason is None for chunk in seen[:-1])
+    assert all(chunk.stats is seen[-1].stats for chunk in seen)
     assert seen[-1].finish_reason is not None
     text = "".join(chunk.text for chunk in seen)
     return text, [token.id for chunk in seen for token in chunk.tokens], seen[-1]

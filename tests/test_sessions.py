@@ -41,10 +41,13 @@ def other() -> Iterator[Pair]:
 
 
 @pytest.fixture(autouse=True)
-def emptied(pair: Pair, other: Pair) -> None:
+def emptied(pair: Pair, other: Pair) -> Iterator[None]:
     for lm in (pair.target, pair.draft, other.target, other.draft):
         assert lm is not None
         lm.forget(0)
+    own = [each.speculation for each in (pair, other)]
+    yield
+    pair.speculation, other.speculation = own
 
 
 def held(pair: Pair) -> Conversation:
@@ -56,7 +59,9 @@ def held(pair: Pair) -> Conversation:
         seed=11,
         stop=["\n\n", "User:"],
         thinking=False,
+        context_full="stop",
     )
+    conversation.speculate(2)
     say(conversation, HELLO)
     say(conversation, "And then?\n🙂")
     list(conversation.retry())
@@ -64,7 +69,8 @@ def held(pair: Pair) -> Conversation:
 
 
 def state(conversation: Conversation) -> dict[str, Any]:
-    names = "messages dropped attempt system params seed max_tokens stop thinking"
+    names = "messages dropped attempt system params seed max_tokens stop thinking context_full"
+    names += " speculation"
     return {name: getattr(conversation, name) for name in names.split()}
 
 
@@ -131,6 +137,32 @@ def test_unknown_keys_are_ignored(pair: Pair, tmp_path: Path) -> None:
     assert state(again) == state(conversation)
 
 
+def test_a_file_that_does_not_tell_who_drafts_changes_nothing_of_it(
+    pair: Pair, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    save(path, talk(pair))
+    document = json.loads(path.read_text("utf-8"))
+    del document["draft"], document["context_full"]
+    path.write_text(json.dumps(document), "utf-8")
+    again = talk(pair, context_full="stop")
+    again.speculate("off")
+    assert load(path, again) == []
+    assert (again.speculation, again.context_full) == ("off", "stop")
+
+
+def test_settings_that_are_to_be_kept_are_not_those_of_the_file(
+    pair: Pair, tmp_path: Path
+) -> None:
+    save(tmp_path / "a.json", held(pair))
+    again = talk(pair, system="You are long.", params=SamplingParams(temperature=0.5))
+    again.speculate("off")
+    keep = ["system", "temperature", "draft", "no such thing"]
+    assert load(tmp_path / "a.json", again, keep) == []
+    assert (again.system, again.speculation) == ("You are long.", "off")
+    assert (again.params.temperature, again.params.top_k, again.seed) == (0.5, 7, 11)
+
+
 def test_with_another_model_the_text_goes_on_without_ids(pair: Pair, tmp_path: Path) -> None:
     path = tmp_path / "a.json"
     conversation = held(pair)
@@ -138,8 +170,9 @@ def test_with_another_model_the_text_goes_on_without_ids(pair: Pair, tmp_path: P
     with loading.load(model=tiny(seed=5), draft_tokens=0) as stranger:
         again = talk(stranger)
         notices = load(path, again)
-        assert pair.files[0].name in notices[0] and "is not used" in notices[1]
-        assert len(notices) == 2
+        assert pair.files[0].name in notices[0] and "is not used" in notices[2]
+        assert "drafting stays at off, and was at 2: no draft model" in notices[1]
+        assert len(notices) == 3
         assert all(message.tokens == () for message in again.messages)
         assert [m.content for m in again.messages] == [m.content for m in conversation.messages]
         assert stranger.target.n_held(0) == 0
@@ -305,6 +338,10 @@ def bad_files(good: bytes) -> dict[str, bytes]:
         "stop": changed(document, "stop", [""]),
         "seed": changed(document, "seed", 1.5),
         "max_tokens": changed(document, "max_tokens", -2),
+        "context_full": changed(document, "context_full", "ask"),
+        "draft of text": changed(document, "draft", "many"),
+        "draft true": changed(document, "draft", True),
+        "no draft tokens": changed(document, "draft", 0),
         "kv": changed(document, "kv", {"sha256": 3}),
         "pair": changed(document, "pair", {"target": {"name": "x"}}),
     }

@@ -114,7 +114,8 @@ def test_a_conversation_goes_on_in_another_process(
     used = conversation.context[0]
     fresh.target.forget(0)
     again = talk(fresh)
-    [notice] = sessions.load(tmp_path / "talk.json", again)
+    [drafting, notice] = sessions.load(tmp_path / "talk.json", again)
+    assert "no draft model" in drafting
     assert "of the draft" in notice  # which is not loaded there
     asked = [*conversation.messages, Message("user", TURNS[2])]
     ours, theirs = say(conversation, TURNS[2]), say(again, TURNS[2])
