@@ -21,6 +21,7 @@ from specllama import (
     llama,
     memory,
     notes,
+    pairing,
     parallelism,
     processor,
     registry,
@@ -35,6 +36,7 @@ from specllama.generation import Pair
 from specllama.lm import CachedLM
 from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength
 from specllama.placement import Cache, Decoding, Placement
+from specllama.vocabulary_map import VocabularyMap
 
 log = logging.getLogger(__name__)
 
@@ -229,12 +231,14 @@ def load(
         refusal = rollback_refusal(target, "target")
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
-        draft_lm, draft_tokenizer, n_tokens_draft, shared = None, None, None, 0
+        draft_lm, draft_tokenizer, n_tokens_draft = None, None, None
+        shared: VocabularyMap | int = 0
         if files.draft is not None and not refusal:
             small = stack.enter_context(open_model(files.draft, where_draft))
-            shared = vocabulary.require_compatible(target.tokenizer, small.tokenizer)
+            joint = pairing.join(target.tokenizer, small.tokenizer)
+            shared = joint.map
             size, problems = _draft_size(small, n_ctx, ctx_size_draft)
-            notices += problems
+            notices += [*_other_tokens(small, joint), *problems]
             if size:
                 draft_lm, problems = _draft_lm(small, size, decoding_draft, n_slots, drafter)
                 notices += problems
@@ -296,6 +300,17 @@ def _slots(
     if free is not None and slot_bytes and not llama.supports_gpu():
         most = min(most, int(free / 2 / slot_bytes))
     return parallelism.choose(costs, max(1, most))
+
+
+def _other_tokens(small: llama.Model, joint: pairing.Joint) -> list[str]:
+    """What the user should know of a draft with other tokens."""
+    if joint.is_same:
+        return []
+    return [
+        f"the draft {small.name} has other tokens than the target: it shares {joint.n_paired} of "
+        f"its {joint.n_draft}, which make up {100 * joint.coverage:.1f} % of ordinary text, and "
+        "proposes no others"
+    ]
 
 
 def _draft_size(
@@ -380,7 +395,7 @@ def _fitting(files: Files, plan: _Plan) -> tuple[Files, list[str]]:
 def _speculation(
     target: CachedLM,
     draft: CachedLM | None,
-    n_shared: int,
+    shared: VocabularyMap | int,
     memo: Path,
     drafter: str,
     draft_tokens: int | None,
@@ -392,11 +407,11 @@ def _speculation(
     if drafter == "model" and draft is None:  # refused, which the notices say
         return tuning.plain()
     if draft is not None and draft_tokens is not None:
-        return tuning.fixed(draft, n_shared, draft_tokens, draft_temperature)
+        return tuning.fixed(draft, shared, draft_tokens, draft_temperature)
     return tuning.measured(
         target,
         draft,
-        n_shared,
+        shared,
         memo,
         lookup=drafter != "model",
         limit=MAX_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
