@@ -174,8 +174,16 @@ class Tokenizer(_Closing):
             capacity = -count
 
     def piece(self, token: int) -> bytes:
-        """The bytes a token prints, none for a control token."""
+        """The bytes a token prints, none for a control token. Raises UsageError for no token's id.
+
+        llama.cpp ends the process at an id that it does not know.
+        """
         if token not in self._pieces:
+            if not 0 <= token < self.n_vocab:
+                raise UsageError(
+                    f"{self.name} has only token ids 0 to {self.n_vocab - 1}, and {token} is none; "
+                    "use this model's own tokens"
+                )
             self._pieces[token] = self._render(token)
         return self._pieces[token]
 

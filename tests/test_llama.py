@@ -518,3 +518,10 @@ def test_the_chat_template_of_a_file_is_told_or_there_is_none() -> None:
         assert model.chat_template is not None and "<|im_start|>" in model.chat_template
     with Model(tiny("attention", chat_template=None)) as model:
         assert model.chat_template is None
+
+
+@pytest.mark.parametrize("token", [-1, 10**6])
+def test_an_id_that_is_no_token_prints_nothing_but_an_error(model: Model, token: int) -> None:
+    """llama.cpp ends the process at it."""
+    with pytest.raises(UsageError, match="own tokens"):
+        model.tokenizer.piece(token)
