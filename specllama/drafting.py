@@ -215,6 +215,7 @@ class ModelDrafter:
             w = work[i]
             row = self.vocabulary.row(logits[0])
             if row is None:  # known before a token is drawn, so that it biases nothing
+                self.policy.miss(i)
                 continue
             try:
                 law = w.law(row)

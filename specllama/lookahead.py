@@ -52,6 +52,10 @@ class LengthPolicy(Protocol):
         """
         ...
 
+    def miss(self, i: int) -> None:
+        """The draft model was run, and there is nothing that it could propose."""
+        ...
+
     def observe(self, rounds: Sequence[Round]) -> None:
         """The outcome of the round, one entry per sequence."""
         ...
@@ -88,6 +92,9 @@ class FixedLength:
         """Always; the law does not matter to a fixed length."""
         self._drafted[i] += 1
         return True
+
+    def miss(self, i: int) -> None:
+        """The next round has the same number all the same."""
 
     def observe(self, rounds: Sequence[Round]) -> None:
         """Nothing is learnt."""
@@ -260,6 +267,12 @@ class MeasuredLength:
         self.budget.take(1)
         return True
 
+    def miss(self, i: int) -> None:
+        """A look that cost its time and gave nothing; what is not proposed is not accepted."""
+        self._expect(0.0)
+        if self.is_measured and not self._features[i]:
+            self._looked(-self.budget.rate * self._step_ms)
+
     def _looked(self, gain: float) -> None:
         """Remember what a look was worth in tokens, net of its time."""
         self._n_looks += 1
@@ -312,9 +325,13 @@ class MeasuredLength:
             for p, q, x in zip(outcome.target_laws, outcome.draft.laws, features, strict=False):
                 label = overlap(p, q)
                 self.predictor.learn(x, label)
-                self._n_labels += 1
-                weight = max(self._LABEL_WEIGHT, 1 / (self._n_labels + self._PRIOR))
-                self.forecast += weight * (label - self.forecast)
+                self._expect(label)
+
+    def _expect(self, label: float) -> None:
+        """Move the forecast by one position's acceptance."""
+        self._n_labels += 1
+        weight = max(self._LABEL_WEIGHT, 1 / (self._n_labels + self._PRIOR))
+        self.forecast += weight * (label - self.forecast)
 
     def break_even(self) -> float:
         """The acceptance from which on drafting pays, by the measured times; inf if none does."""

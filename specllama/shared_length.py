@@ -111,6 +111,10 @@ class SharedLength:
         self.budget.take(1)
         return True
 
+    def miss(self, i: int) -> None:
+        """What was not proposed was not accepted either, so that it counts for the next lengths."""
+        self._learn(0.0)
+
     def observe(self, rounds: Sequence[Round]) -> None:
         """Learn from the verified positions how much of a draft is kept."""
         if not self._probing:
@@ -118,6 +122,9 @@ class SharedLength:
             self._saved_ms = min(saved, self._MOST_SAVED_MS)
         for outcome in rounds:
             for p, q in zip(outcome.target_laws, outcome.draft.laws, strict=False):
-                self._n_labels += 1
-                weight = max(self._LABEL_WEIGHT, 1 / (self._n_labels + self._PRIOR))
-                self.forecast += weight * (overlap(p, q) - self.forecast)
+                self._learn(overlap(p, q))
+
+    def _learn(self, label: float) -> None:
+        self._n_labels += 1
+        weight = max(self._LABEL_WEIGHT, 1 / (self._n_labels + self._PRIOR))
+        self.forecast += weight * (label - self.forecast)

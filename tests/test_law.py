@@ -196,6 +196,9 @@ class Scripted:
         self.depths[i] += 1
         return self._submit(shape())
 
+    def miss(self, i: int) -> None:
+        pass
+
     def observe(self, rounds: Sequence[Round]) -> None:
         pass
 
@@ -253,6 +256,7 @@ def measured_drafter(kind: str, draft: Table | Noisy, chance: float) -> Callable
         lookup = LookupDrafter(budget, limit=2)
         # Histories are short here.
         lookup.shortest, budget._REST_AFTER = 1, 2
+        lookup._EXPECTED = (0.5, 0.5, 0.5, 0.6, 0.7, 0.8, 0.9)
         model._WINDOW = 1 if kind == "model that sees little" else 2
         made: dict[str, Drafter] = {
             "model": model,

@@ -7,8 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from toys import Iid, Oracle, toy_lm
 
-from specllama.sampling import SamplingParams, next_law
+from specllama.costs import Budget, CostTable
+from specllama.drafting import ModelDrafter, SequenceState
+from specllama.lookahead import FixedLength, MeasuredLength
+from specllama.sampling import SamplingParams, Streams, next_law
 from specllama.vocabulary_map import PairedIds, SharedIds
 
 WHOLE = SamplingParams(temperature=1, top_k=0, top_p=1, min_p=0)
@@ -137,3 +141,37 @@ def test_random_texts_are_read_as_if_each_were_the_first() -> None:
         text = text[: rng.integers(1, len(text) + 1)] + rng.integers(0, 7, 3).tolist()
         fresh = PairedIds([2, 0, 4, 4], 7, Spelling(), first=1)
         assert ids.read(0, text) == fresh.read(0, text)
+
+
+class Missing(FixedLength):
+    """Counts the looks that gave nothing."""
+
+    misses = 0
+
+    def miss(self, i: int) -> None:
+        self.misses += 1
+
+
+def test_a_draft_that_wants_to_say_something_else_proposes_nothing() -> None:
+    policy = Missing(3)
+    draft = toy_lm(Iid(0.2, 0.8))
+    drafter = ModelDrafter(draft, policy, PairedIds([0, -1], 2, nothing))
+    oracle = Oracle([])
+    state = SequenceState(0, [0, 0], WHOLE, Streams(oracle, oracle, oracle), 9)
+    [proposal] = drafter.propose([state], [5])
+    assert (proposal.tokens, proposal.failed, policy.misses) == ((), False, 1)
+
+
+def test_looks_that_give_nothing_make_drafting_worth_less() -> None:
+    budget = Budget(CostTable({1: [20.0], 2: [26.0], 3: [26.0]}))
+    policy = MeasuredLength(budget, CostTable({1: [1.5], 2: [2.0]}), forecast=0.8)
+    worths = []
+    for _ in range(40):
+        budget.start(1)
+        policy.start([1])
+        policy.miss(0)
+        worths.append(policy.worth)
+    assert worths[0] is not None and worths[-1] is not None
+    assert worths[-1] < 0
+    policy.start([1])
+    assert not policy.expects(0)
