@@ -39,11 +39,12 @@ def take(chat: Chat, line: str) -> bool:
     return True
 
 
-def _run(chat: Chat, name: str, argument: str) -> bool:
+def _run(chat: Chat, typed: str, argument: str) -> bool:
+    name = typed.lower()
     if name not in COMMANDS:
         meant = nearest(_HABITS.get(name, name), COMMANDS)
         next_step = f"did you mean /{meant}?" if meant else "/help lists them"
-        raise UsageError(f"there is no command /{name}; {next_step} (//{name} sends it as text)")
+        raise UsageError(f"there is no command /{typed}; {next_step} (//{typed} sends it as text)")
     COMMANDS[name].run(chat, argument)
     return name != "quit"
 

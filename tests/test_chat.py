@@ -136,6 +136,12 @@ def test_an_unknown_command_suggests_the_nearest(
         assert "did you mean" not in sentence
 
 
+def test_a_command_may_be_written_large(chat: Chat, page: Page) -> None:
+    take(chat, "/Set Temp 0.5")
+    assert page.read_notes() == "temp 0.5"
+    assert "did you mean /help?" in refused(chat, "/HLEP")
+
+
 def test_help_lists_every_command(chat: Chat, page: Page) -> None:
     take(chat, "/help")
     lines = page.read_notes().splitlines()

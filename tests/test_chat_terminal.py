@@ -278,6 +278,28 @@ def test_wide_characters_in_a_narrow_window_that_changes_its_size(home: Path) ->
         assert all(len(line) <= 33 for line in t.say("/context").split("\n"))
 
 
+def test_a_console_of_ascii_takes_what_it_cannot_show(home: Path) -> None:
+    with chat(home, PYTHONIOENCODING="ascii", NO_COLOR="1") as t:
+        t.wait_for_prompt()
+        assert "[8 tokens, " in t.say("é 水 🙂")
+        assert saved(t, home / "talk.json")[0].content == "é 水 🙂"
+        t.keys("\x04")
+        assert t.end() == 0
+
+
+def test_an_answer_that_is_stopped_tells_what_it_took(home: Path) -> None:
+    with chat(home, *LONG, NO_COLOR="1") as t:
+        t.wait_for_prompt()
+        n_lines = len(t.lines)
+        t.keys("hello\r")
+        t.wait(lambda: len(t.lines) > n_lines + 1)
+        t.keys("\x03")
+        t.wait_for("stopped;")
+        t.wait_for_prompt()
+        assert " tokens/s, " in t.text
+        assert " tokens in " in t.say("/stats")
+
+
 def test_earlier_messages_come_back_with_the_up_key(home: Path) -> None:
     with chat(home) as t:
         t.wait_for_prompt()
