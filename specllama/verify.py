@@ -30,6 +30,9 @@ DRAFT_TOKENS = 3
 # rule and with the control.
 _GREEDY_SHARE, _ACCEPTANCE_SHARE, _CONTROL_SHARE = 0.35, 0.15, 0.3
 _FEWEST_ANSWERS = 200
+# In the test of the law, so that few rows serve thousands of answers: the likeliest tokens of each
+# position, and drafted tokens of each round.
+_FEW_TOKENS, _FEW_DRAFTS = 4, 3
 _ROOM = 80  # tokens of the context that a text leaves free
 _OFFSETS = (0, 5, 17, 29, 41, 53)  # tokens into an answer
 
@@ -49,7 +52,7 @@ class Plan:
     params: how tokens are drawn in the tests of the law. verifier: the acceptance rule.
     draft_tokens: drafted each round. seconds: about how long it may take. greedy_tokens: of each
     greedy answer. rounds: the most for the acceptance. positions: texts after which the law is
-    tested. answers: the most for each of them.
+    tested, fewer when the time is up. answers: the most for each of them.
     """
 
     texts: tuple[Text, ...]
@@ -62,6 +65,11 @@ class Plan:
     rounds: int = 5000
     positions: int = 6
     answers: int = 6000
+
+    @property
+    def answer_tokens(self) -> int:
+        """Tokens of an answer in the test of the law."""
+        return min(self.draft_tokens, _FEW_DRAFTS) + 1
 
 
 @dataclass(frozen=True)
@@ -164,16 +172,18 @@ def verify(
     acceptance = _acceptance(pair, plan, lambda: clock() - begun < until)
     positions = []
     for number, (name, prefix) in enumerate(_positions(plan, greedy)):
+        if number and clock() - begun > plan.seconds:
+            break
         tell(f"the law of the tokens, {number + 1} of {plan.positions}")
         share = max(0.0, begun + plan.seconds - clock()) / (plan.positions - number)
         positions.append(_position(pair, plan, name, prefix, share, clock))
     return Report(plan, tuple(greedy), acceptance, tuple(positions))
 
 
-def _fixed(pair: Pair, plan: Plan) -> Drafter:
-    """The draft model with the plan's number of tokens, or what a pair without one drafts with."""
+def _fixed(pair: Pair, n_tokens: int) -> Drafter:
+    """The draft model with so many tokens a round, or what a pair without one drafts with."""
     at_length = pair.speculation.at_length
-    return pair.speculation.drafter if at_length is None else at_length(plan.draft_tokens).drafter
+    return pair.speculation.drafter if at_length is None else at_length(n_tokens).drafter
 
 
 def _greedy(
@@ -182,7 +192,8 @@ def _greedy(
     """Text by text, with the pair's own drafter and with a fixed number of tokens in turn."""
     drafters = {"as loaded": pair.speculation.drafter}
     if pair.speculation.at_length is not None:
-        drafters = {f"{plan.draft_tokens} draft tokens": _fixed(pair, plan), **drafters}
+        name = f"{plan.draft_tokens} draft tokens"
+        drafters = {name: _fixed(pair, plan.draft_tokens), **drafters}
     verify_rule = VERIFIERS[plan.verifier]
     for number, (text, kind) in enumerate(itertools.product(plan.texts, drafters)):
         if number >= len(drafters) and not has_time():
@@ -198,7 +209,7 @@ def _greedy(
 def _acceptance(pair: Pair, plan: Plan, has_time: Callable[[], bool]) -> Acceptance:
     """Sampled answers through the loop with its own caches, as long as there is time."""
     tally = Tally(plan.verifier)
-    speculator = Speculator(pair.target, _fixed(pair, plan), tally, pair.n_tokens)
+    speculator = Speculator(pair.target, _fixed(pair, plan.draft_tokens), tally, pair.n_tokens)
     for row, text in enumerate(itertools.cycle(plan.texts)):
         room = pair.target.n_ctx - len(text.tokens)
         streams = _streams(plan, -1 - row)
@@ -236,12 +247,13 @@ def _position(
     clock: Callable[[], float],
 ) -> Position:
     """The test of the law after one text, with the rule and with the control on the same rows."""
+    n_drafts = plan.answer_tokens - 1
     setting = Setting(
         Memo(pair.target),
-        remembered(_fixed(pair, plan)),
-        plan.params,
+        remembered(_fixed(pair, n_drafts)),
+        replace(plan.params, top_k=min(plan.params.top_k or _FEW_TOKENS, _FEW_TOKENS)),
         pair.n_tokens,
-        plan.draft_tokens + 1,
+        plan.answer_tokens,
         plan.seed,
         plan.verifier == "coupled",
     )

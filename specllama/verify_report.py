@@ -125,7 +125,7 @@ def _greedy(pair: Pair, report: Report) -> list[str]:
 def _law(report: Report) -> str:
     n = report.fit.n
     return (
-        f"{n} answers of {report.plan.draft_tokens + 1} tokens after {len(report.positions)} "
+        f"{n} answers of {report.plan.answer_tokens} tokens after {len(report.positions)} "
         f"texts: {_fit(report.fit)}; a total variation distance of {report.fit.detectable:.2g} "
         "would show"
     )
