@@ -270,7 +270,7 @@ def test_the_predicted_speed_up_prices_the_decodes_that_were_made() -> None:
         Answer(Stats(predicted_n=24), Decodes(999.0, {4: 6, 1: 2}), Decodes(9.0, {1: 10, 2: 5})),
         Answer(Stats(predicted_n=6), Decodes(999.0, {1: 1}), Decodes()),
     ]
-    taken = 6 * 80 + 2 * 50 + 10 * 5 + 5 * 6 + 50
+    taken = 6 * 75 + 2 * 50 + 10 * 5 + 5 * 6 + 50
     assert comparison.predict(answers, [target, draft]) == pytest.approx(30 * 50 / taken)
     assert comparison.predict(answers, [target, CostTable()]) is None
 
