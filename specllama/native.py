@@ -73,6 +73,9 @@ class Native:
         self._hook = sys.unraisablehook
         sys.unraisablehook = self._catch
         self._callback = lib.llama_log_callback(self._receive)
+        self._listen()
+
+    def _listen(self) -> None:
         lib.llama_log_set(self._callback, ctypes.c_void_p(0))
 
     @property
@@ -152,6 +155,7 @@ class Native:
     def create(self, make: Callable[[], Any], free: Callable[[Any], None]) -> Any:
         """The handle that a native call makes, or None; freed again if a signal came meanwhile."""
         handle = None
+        self._listen()  # what is made is known from the log, which others may have taken meanwhile
         try:
             with self.calling():
                 handle = make()

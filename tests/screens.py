@@ -140,4 +140,7 @@ def terminal(
     try:
         yield started
     finally:
-        started.child.close(force=True)
+        try:
+            started.child.close(force=True)
+        except pexpect.ExceptionPexpect:  # killed, and a busy machine takes longer over it
+            started.child.wait()

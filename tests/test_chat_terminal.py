@@ -79,7 +79,7 @@ def test_a_transcript_of_every_command(home: Path) -> None:
     note = home / "note.txt"
     note.write_text("read me")
     editor = home / "editor"
-    editor.write_text(f"#!{sys.executable}\nimport sys\nopen(sys.argv[1], 'a').write(' twice')\n")
+    editor.write_text("#!/bin/sh\nprintf ' twice' >> \"$1\"\n")
     editor.chmod(0o700)
     with chat(home, columns=200, NO_COLOR="1", VISUAL=str(editor)) as t:
         t.wait_for_prompt()

@@ -666,11 +666,6 @@ FAILURES: dict[str, tuple[int, list[str], str]] = {
     "an absent target": (3, ["generate", "-m", "absent.gguf", "hi"], "absent.gguf"),
     "an absent draft": (3, ["check", TARGET, "absent.gguf"], "absent.gguf"),
     "a directory": (3, ["generate", "-m", str(Path(TARGET).parent), "hi"], "is a directory"),
-    "another tokenizer": (
-        3,
-        [*HELLO, "-md", str(tiny("attention", vocab="bpe"))],
-        Path(TARGET).name,
-    ),
 }
 
 

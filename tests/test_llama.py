@@ -525,3 +525,13 @@ def test_an_id_that_is_no_token_prints_nothing_but_an_error(model: Model, token:
     """llama.cpp ends the process at it."""
     with pytest.raises(UsageError, match="own tokens"):
         model.tokenizer.piece(token)
+
+
+def test_a_log_that_somebody_else_took_over_is_taken_back() -> None:
+    """What was made is read from the log."""
+    import llama_cpp
+
+    ignore = llama_cpp.llama_log_callback(lambda *_: None)
+    llama_cpp.llama_log_set(ignore, None)
+    with Model(tiny("attention")) as opened:
+        assert sorted(opened.layers) == list(range(opened.n_layer + 1))

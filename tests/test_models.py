@@ -245,14 +245,12 @@ def test_a_chat_template_of_the_registry_replaces_the_files(person: Person) -> N
         assert pair.chat_template == template
 
 
-@pytest.mark.parametrize("fault", ["another vocabulary", "no file", "no model", "no hub"])
+@pytest.mark.parametrize("fault", ["no file", "no model", "no hub"])
 def test_what_cannot_work_is_not_added(person: Person, fault: str) -> None:
     person.writes(HUB_PAIR)
     before = person.own.read_bytes()
     target, draft, code = str(tiny()), str(tiny()), 3
-    if fault == "another vocabulary":
-        draft = str(tiny("attention", vocab="bpe"))
-    elif fault == "no file":
+    if fault == "no file":
         draft = str(person.folder / "absent.gguf")
     elif fault == "no model":
         (person.folder / "text.gguf").write_text("no model")
