@@ -16,7 +16,6 @@ from specllama.acceptance import Round
 from specllama.drafting import SequenceState
 from specllama.errors import SpecllamaError
 from specllama.generation import Chunk, Ending, Pair, Question, Stats, Token
-from specllama.lm import common_prefix
 
 Source = TypeVar("Source")
 
@@ -126,7 +125,7 @@ class Parallel:
         """A row in the free slot that still holds most of its prompt."""
         target, prompt = self._pair.target, list(job.question.tokens)
         free = (slot for slot in range(self._n_slots) if slot not in taken)
-        slot = max(free, key=lambda slot: common_prefix(list(target.held(slot)), prompt))
+        slot = min(free, key=lambda slot: target.missing(slot, prompt))
         state = self._pair.sequence(job.question, slot, self._verifier, job.seed, job.id)
         stats = Stats(
             job.seed, self._verifier, self._pair.speculation.name, prompt_n=len(prompt)
