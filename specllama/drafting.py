@@ -166,11 +166,12 @@ class ModelDrafter:
     def _catch_up(self, state: SequenceState) -> int:
         """How many tokens the draft model would read now, after what it missed is cut short."""
         tokens = self._read(state)
-        missing = self.lm.missing(state.slot, tokens[self._skipped.get(state.slot, 0) :])
+        before = self._skipped.get(state.slot, 0)
+        missing = self.lm.missing(state.slot, tokens[before:])
         if missing > self._WINDOW:
             self._skipped[state.slot] = len(tokens) - self._WINDOW
         skip = self._skipped[state.slot] = self._fitting_skip(state, len(tokens))
-        return self.lm.missing(state.slot, tokens[skip:])
+        return missing if skip == before else self.lm.missing(state.slot, tokens[skip:])
 
     def _fitting_skip(self, state: SequenceState, n_tokens: int) -> int:
         """How many first tokens are not shown, so that the rest and a draft fit the context."""
