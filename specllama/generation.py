@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import TracebackType
 
 from specllama.acceptance import VERIFIERS, Round
 from specllama.coupling import KeyedStreams
@@ -179,12 +178,7 @@ class Pair:
     def __enter__(self) -> Pair:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def generate(
