@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from specllama.bench_report import Head, meters, require_writable, unwritable
+from specllama import storage
+from specllama.bench_report import Head, meters, require_writable
 from specllama.bench_stand import Stand
 from specllama.comparison import Comparison, Spread
 from specllama.errors import UsageError
@@ -50,7 +51,7 @@ def plot(path: Path, head: Head, stand: Stand, comparisons: Sequence[Comparison]
     try:
         figure.savefig(path, dpi=160)
     except OSError as error:
-        raise unwritable(path, error) from error
+        raise storage.unwritable(path, error) from error
 
 
 def _draw_ratios(axes: Axes, comparisons: Sequence[Comparison]) -> None:

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import specllama
+from specllama import storage
 from specllama.bench import Plan
 from specllama.bench_stand import Meter, Stand
 from specllama.comparison import Comparison, Figures
 from specllama.costs import CostTable
-from specllama.errors import UsageError
 from specllama.loading import default_threads
 
 FORMAT = 1
@@ -261,14 +261,10 @@ def _variant(found: Figures) -> dict[str, Any]:
 
 def write_object(path: Path, content: dict[str, Any]) -> None:
     """Write it as indented JSON; the file is complete or as it was. Raises UsageError."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        storage.replace(path, [(json.dumps(content, indent=1) + "\n").encode("utf-8")])
     except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise storage.unwritable(path, error) from error
 
 
 def require_writable(path: Path) -> None:
@@ -281,12 +277,4 @@ def require_writable(path: Path) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        raise unwritable(path, error) from error
-
-
-def unwritable(path: Path, error: OSError) -> UsageError:
-    """The error for a file that cannot be written, with the system's reason."""
-    return UsageError(
-        f"cannot write {path}: {error.strerror or error}; choose a file in a folder that exists "
-        "and that you may write to"
-    )
+        raise storage.unwritable(path, error) from error

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from specllama import storage
 from specllama.acceptance import accepted_mass, residual
 from specllama.errors import UsageError
 from specllama.sampling import Law
@@ -317,7 +318,7 @@ def write_page(
     try:
         path.write_text(page(p, q, labels), encoding="utf-8")
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise storage.unwritable(path, error) from error
 
 
 def plot(books: Balance, path: Path, labels: Sequence[str] | None = None) -> None:
@@ -347,7 +348,7 @@ def plot(books: Balance, path: Path, labels: Sequence[str] | None = None) -> Non
     try:
         figure.savefig(path, dpi=160)
     except OSError as error:
-        raise _unwritable(path, error) from error
+        raise storage.unwritable(path, error) from error
     except RuntimeError as error:  # a format that another program makes, which is not there
         reason = str(error).split(";")[0]
         raise UsageError(
@@ -388,11 +389,3 @@ def _draw(
     axes.set_ylim(0, 1.25 * max(*books.p, *books.plain))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="upper center")
-
-
-def _unwritable(path: Path, error: OSError) -> UsageError:
-    """The error for a file that cannot be written, with the system's reason."""
-    return UsageError(
-        f"cannot write {path}: {error.strerror or error}; choose a file in a folder that exists "
-        "and that you may write to"
-    )

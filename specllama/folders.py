@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
-import tempfile
 from pathlib import Path
+
+from specllama import storage
 
 CACHE_VARIABLE = "SPECLLAMA_CACHE"
 CONFIG_VARIABLE = "SPECLLAMA_CONFIG"
@@ -58,20 +58,7 @@ def state_folder() -> Path:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file so that a reader finds either the old content or all of the new.
-
-    Makes the folder; a link is followed, not replaced. Raises OSError.
-    """
+    """Write a file as `storage.replace` does, and make its folder. Raises OSError."""
     real = Path(os.path.realpath(path))
     real.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=".new-", dir=real.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        # mkstemp gives a file that only its owner may read.
-        os.chmod(name, real.stat().st_mode & 0o777 if real.exists() else 0o644)
-        os.replace(name, real)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
-        raise
+    storage.replace(real, [data])

@@ -41,18 +41,36 @@ def write(path: Path, parts: Iterable[bytes]) -> None:
         path = path.resolve()
         if path.exists():
             _require_file(path)
-        temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
-        try:
-            _fill(temporary, parts, path)
-            os.replace(temporary, path)
-        finally:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-        _sync_folder(path.parent)
+        replace(path, parts)
     except (OSError, RuntimeError, ValueError) as error:
         raise SpecllamaError(
             f"{path} cannot be written: {_cause(error)}; nothing is saved, name another file"
         ) from None
+
+
+def replace(path: Path, parts: Iterable[bytes]) -> None:
+    """Write a file so that a reader finds either the old content or all of the new.
+
+    A link is followed, and a file that is replaced keeps its permissions. Raises OSError, after
+    which, as after an exception from `parts`, what was there is as it was.
+    """
+    path = path.resolve()
+    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
+    try:
+        _fill(temporary, parts, path)
+        os.replace(temporary, path)
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+    _sync_folder(path.parent)
+
+
+def unwritable(path: Path, error: OSError) -> UsageError:
+    """The error for a result that cannot be written, with the system's reason."""
+    return UsageError(
+        f"cannot write {path}: {error.strerror or error}; choose a file in a folder that exists "
+        "and that you may write to"
+    )
 
 
 def _require_file(path: Path) -> None:
