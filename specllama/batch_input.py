@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, cast
 
-from specllama.batch_rows import Row, RowError, parse
+from specllama.batch_rows import Row, parse
+from specllama.batch_values import RowError
 from specllama.errors import SpecllamaError, UsageError
 
 STANDARD = Path("-")
@@ -31,13 +32,20 @@ class Entry:
     """What a line of the input holds.
 
     index: number of the row, from 0. line: number of the line, from 1. row: None where the line
-    cannot be understood, which `error` then tells. digest: of the line, for such a row.
+    cannot be understood, which `error` then tells.
     """
 
     index: int
     line: int
     row: Row | None
     error: RowError | None = None
+
+    @property
+    def id(self) -> str | None:
+        """The row's own, where that much is known of it."""
+        if self.row is not None:
+            return self.row.id
+        return self.error.id if self.error is not None else None
 
 
 def entries(path: Path) -> Iterator[Entry]:
@@ -83,8 +91,8 @@ def _lines(file: BinaryIO, path: Path) -> Iterator[bytes | None]:
             line = file.readline(LONGEST + 1)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise SpecllamaError(
-            f"{name(path)} is cut or damaged: {error}; the rows before are done, and the same "
-            "command with the whole file does the rest"
+            f"{name(path)} is cut or damaged: {error}; give the whole of it, and the same command "
+            "does what is missing"
         ) from None
     except OSError as error:
         raise UsageError(f"{name(path)} cannot be read: {error.strerror or error}") from None
@@ -99,7 +107,11 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         else:
             require_readable(path)
             raw = stack.enter_context(open(path, "rb"))
-        if raw.peek(2)[:2] == _GZIP:
+        try:
+            is_packed = raw.peek(2)[:2] == _GZIP
+        except OSError as error:  # a folder, for example
+            raise UsageError(f"{name(path)} cannot be read: {error.strerror or error}") from None
+        if is_packed:
             yield cast("BinaryIO", stack.enter_context(gzip.GzipFile(fileobj=raw)))
         else:
             yield raw

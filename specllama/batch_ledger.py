@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from specllama.batch_output import Line, Output, is_packed
-from specllama.errors import UsageError
+from specllama.batch_output import Line, Output
+from specllama.errors import SpecllamaError, UsageError
 
 Fingerprint = tuple[str, str, str]
 
@@ -36,27 +36,43 @@ class Done:
     failed: bool
 
 
+def row_key(name: str) -> str:
+    """The key of a row with an id."""
+    return f"={name}"
+
+
 def line_key(number: int) -> str:
-    """The key of a line of the input that has no id; no id holds a NUL and a number like it."""
-    return f"\0{number}"
+    """The key of a line of the input that has no id of its own."""
+    return f"#{number}"
 
 
 class Ledger:
-    """Rows by key, an id or `line_key`. Close it."""
+    """Rows by key, `row_key` or `line_key`. Close it.
+
+    Its methods raise SpecllamaError when the folder of temporary files has no room for it.
+    """
 
     def __init__(self) -> None:
         # Without a name it is private and temporary, and leaves memory when it grows.
         self._database = sqlite3.connect("", isolation_level=None)
-        run = self._database.execute
-        run("PRAGMA journal_mode=OFF")
-        run("PRAGMA synchronous=OFF")
-        run(
+        self._run("PRAGMA journal_mode=OFF")
+        self._run("PRAGMA synchronous=OFF")
+        self._run(
             "CREATE TABLE done (key TEXT PRIMARY KEY, fingerprint TEXT, failed INT, "
             "begin INT, end INT) WITHOUT ROWID"
         )
-        run("CREATE TABLE stale (begin INT PRIMARY KEY, end INT) WITHOUT ROWID")
-        run("CREATE TABLE seen (key TEXT PRIMARY KEY, line INT) WITHOUT ROWID")
+        self._run("CREATE TABLE stale (begin INT PRIMARY KEY, end INT) WITHOUT ROWID")
+        self._run("CREATE TABLE seen (key TEXT PRIMARY KEY, line INT) WITHOUT ROWID")
         self.unreadable = 0  # lines of the output
+
+    def _run(self, command: str, values: tuple[Any, ...] = ()) -> sqlite3.Cursor:
+        try:
+            return self._database.execute(command, values)
+        except sqlite3.Error as error:
+            raise SpecllamaError(
+                f"the list of what is done cannot be kept in a temporary file: {error}; make room "
+                "for it, or name another folder in the variable SQLITE_TMPDIR"
+            ) from None
 
     def close(self) -> None:
         """Forget everything."""
@@ -65,11 +81,11 @@ class Ledger:
     @property
     def n_done(self) -> int:
         """Rows that the output holds."""
-        return int(self._database.execute("SELECT count(*) FROM done").fetchone()[0])
+        return int(self._run("SELECT count(*) FROM done").fetchone()[0])
 
     def find(self, key: str) -> Done | None:
         """What the output holds of a row."""
-        row = self._database.execute(
+        row = self._run(
             "SELECT fingerprint, failed FROM done WHERE key = ?", (key,)
         ).fetchone()
         if row is None:
@@ -80,35 +96,38 @@ class Ledger:
     def add(self, key: str, done: Done, line: Line) -> None:
         """A record of the output; an earlier one of the same row is stale then."""
         self.drop(key)
-        self._database.execute(
+        self._run(
             "INSERT INTO done VALUES (?, ?, ?, ?, ?)",
             (key, " ".join(done.fingerprint), done.failed, line.begin, line.end),
         )
 
     def drop(self, key: str) -> None:
         """The record of a row is to go, since the row is done again."""
-        run = self._database.execute
-        run("INSERT INTO stale SELECT begin, end FROM done WHERE key = ?", (key,))
-        run("DELETE FROM done WHERE key = ?", (key,))
+        self._run("INSERT INTO stale SELECT begin, end FROM done WHERE key = ?", (key,))
+        self._run("DELETE FROM done WHERE key = ?", (key,))
 
     def stale(self) -> Iterator[tuple[int, int]]:
         """Bytes of the output that are to go, in order."""
-        return self._database.execute("SELECT begin, end FROM stale ORDER BY begin")
+        return self._run("SELECT begin, end FROM stale ORDER BY begin")
 
     @property
     def has_stale(self) -> bool:
         """Whether any are."""
-        return self._database.execute("SELECT 1 FROM stale LIMIT 1").fetchone() is not None
+        return self._run("SELECT 1 FROM stale LIMIT 1").fetchone() is not None
+
+    def forget_stale(self) -> None:
+        """They are gone."""
+        self._run("DELETE FROM stale")
 
     def first_line(self, key: str, line: int) -> int:
         """The line at which a key of the input came first, which may be this one."""
-        run = self._database.execute
-        run("INSERT OR IGNORE INTO seen VALUES (?, ?)", (key, line))
-        return int(run("SELECT line FROM seen WHERE key = ?", (key,)).fetchone()[0])
+        self._run("INSERT OR IGNORE INTO seen VALUES (?, ?)", (key, line))
+        found = self._run("SELECT line FROM seen WHERE key = ?", (key,)).fetchone()
+        return int(found[0])
 
     def begin_again(self) -> None:
         """The input is read from its beginning once more."""
-        self._database.execute("DELETE FROM seen")
+        self._run("DELETE FROM seen")
 
 
 def read(output: Output) -> Ledger:
@@ -123,11 +142,11 @@ def read(output: Output) -> Ledger:
         if line.torn and found is not None:
             output.finish_line()
             line = replace(line, end=line.end + 1)
-        elif line.torn and (ledger.n_done or _may_be_ours(line.text, output)):
+        elif line.torn and (ledger.n_done or (not ledger.unreadable and _is_begun(line.text))):
             output.mend(line)
             continue
         if found is None:
-            ledger.unreadable += bool(line.text.strip())
+            ledger.unreadable += bool(line.text.strip()) or line.torn
         else:
             ledger.add(*found, line)
     if ledger.unreadable and not ledger.n_done:
@@ -139,9 +158,15 @@ def read(output: Output) -> Ledger:
     return ledger
 
 
-def _may_be_ours(torn: bytes, output: Output) -> bool:
-    """Whether a file's only line, which is torn, begins like a record."""
-    return is_packed(output.path) or torn.startswith(_BEGINNING[: len(torn)])
+def _is_begun(torn: bytes) -> bool:
+    """Whether the only line of a file is the beginning of a record: nothing else is cut away."""
+    if not torn.startswith(_BEGINNING[: len(torn)]):
+        return False
+    try:
+        json.loads(torn)
+    except (ValueError, RecursionError):
+        return True
+    return False  # an object, and whole
 
 
 def _record(text: bytes) -> tuple[str, Done] | None:
@@ -153,10 +178,12 @@ def _record(text: bytes) -> tuple[str, Done] | None:
         error = record.get("error")
         name = record["custom_id"] if "custom_id" in record else record["id"]
         if name is None or (error is not None and error["code"] in LINE_CODES):
-            name = line_key(int(record["line"]))
-        name.encode("utf-8")
+            key = line_key(int(record["line"]))
+        else:
+            name.encode("utf-8")
+            key = row_key(name)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
     if any(len(part.split()) != 1 for part in (first, second, third)):
         return None
-    return name, Done((first, second, third), error is not None)
+    return key, Done((first, second, third), error is not None)

@@ -1,12 +1,9 @@
 """The output of a batch: a line of JSON for each row, appended when the row is done.
 
 What is written when: a line is handed to the system whole and at once, so that whatever ends the
-process loses none; at most a second later, and at the end, it is synchronised with the disk, so
-that a machine that loses power loses the rows of the last second. With a name that ends in .gz
-every line is a gzip member of its own.
-
-While it is written, a lock is held on a file beside it; the system lets go of it when the process
-ends, however it ends.
+process loses none; about a second later, and at the end, it is synchronised with the disk, so that
+a machine that loses power loses the rows of the last second. With a name that ends in .gz every
+line is a gzip member of its own.
 """
 
 from __future__ import annotations
@@ -25,61 +22,81 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from specllama.batch_input import STANDARD
+from specllama.batch_lock import locked
 from specllama.errors import SpecllamaError, UsageError
-from specllama.storage import write
+from specllama.storage import replace
 
 _SYNC_SECONDS = 1.0
 _CHUNK = 1 << 16
+_MEMBER_CHUNK = 1 << 12  # a record is about as long
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
-_MEMBER = gzip.compress(b"", mtime=0)[:4]  # how a gzip member begins
+# How a gzip member begins, and one without a name and a time, as ours are.
+_MEMBER, _OURS = b"\x1f\x8b\x08\x00", b"\x1f\x8b\x08\x00\0\0\0\0"
+# Characters that JSON takes as they are, and some programs for the end of a line.
+_ENDS = {end: f"\\u{end:04x}" for end in (0x85, 0x2028, 0x2029)}
 
 
 class Output:
     """Where records go: an ordinary file, or standard output.
 
+    is_locked: whether no other process can write it meanwhile; a few file systems have no locks.
     Raises UsageError for a path that cannot be written or is locked by another process.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.path = path
+        self.is_locked = True
         self._clock = clock
         self._synced = clock()
+        self._is_settled = True
         self._stack = contextlib.ExitStack()
         self._fd = -1
-        if path == STANDARD:
+        if not self.is_file:
             return
-        self._stack.enter_context(_locked(path))
-        try:
-            self._fd = os.open(path, _FLAGS | os.O_CREAT, 0o666)
-        except OSError as error:
-            self._stack.close()
-            reason = error.strerror
-            raise UsageError(f"{path} cannot be written: {reason}; check the path") from None
-        self._stack.callback(lambda: os.close(self._fd))
+        _require_ordinary(path)
+        with contextlib.ExitStack() as stack:
+            self.is_locked = stack.enter_context(locked(path))
+            self._open(os.O_CREAT)
+            stack.callback(self._close)
+            self._stack = stack.pop_all()
 
     def __enter__(self) -> Output:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, *_: object) -> None:
         try:
-            self._sync()
+            if kind is None:
+                self._sync()
+            else:
+                with contextlib.suppress(SpecllamaError):  # why it ends now is worth more
+                    self._sync()
         finally:
             self._stack.close()
 
     @property
     def is_file(self) -> bool:
         """Whether it can be read again, to go on with it."""
-        return self._fd >= 0
+        return self.path != STANDARD
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write a record whole, whatever interrupts it."""
-        line = (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False).translate(_ENDS)
+        # Half a surrogate pair, of a path that is no text for example, becomes its escape in JSON.
+        line = f"{text}\n".encode("utf-8", "backslashreplace")
         if not self.is_file:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
             return
         self._write(self._packed(line))
-        if self._clock() - self._synced >= _SYNC_SECONDS:
+        self._is_settled = False
+        self.settle()
+
+    def settle(self) -> None:
+        """Synchronise with the disk, if something was appended and the last time is a second ago.
+
+        To be called now and then while nothing is appended.
+        """
+        if not self._is_settled and self._clock() - self._synced >= _SYNC_SECONDS:
             self._sync()
 
     def _packed(self, line: bytes) -> bytes:
@@ -87,10 +104,8 @@ class Output:
 
     def _write(self, data: bytes) -> None:
         end = os.lseek(self._fd, 0, os.SEEK_END)
-        view = memoryview(data)
         try:
-            while view:
-                view = view[os.write(self._fd, view) :]
+            self._write_from(end, data)
         except OSError as error:  # a full disk: nothing of a line, or all of it
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, end)
@@ -99,14 +114,29 @@ class Output:
                 "again, which goes on where it stopped"
             ) from None
         except BaseException:
-            while view:
-                view = view[os.write(self._fd, view) :]
+            self._write_from(end, data)
             raise
 
+    def _write_from(self, end: int, data: bytes) -> None:
+        """What the file lacks of a line that begins at `end`.
+
+        An interrupt may have come before the count of what was written could be kept, so the file
+        is asked.
+        """
+        while (done := os.lseek(self._fd, 0, os.SEEK_END) - end) < len(data):
+            os.write(self._fd, memoryview(data)[done:])
+
     def _sync(self) -> None:
-        if self.is_file:
+        if self._is_settled or self._fd < 0:
+            return
+        try:
             os.fsync(self._fd)
-            self._synced = self._clock()
+        except OSError as error:
+            raise SpecllamaError(
+                f"{self.path} cannot be kept on its disk: {error.strerror}; check the disk, and "
+                "run the same command again"
+            ) from None
+        self._synced, self._is_settled = self._clock(), True
 
     def lines(self) -> Iterator[Line]:
         """What is there already, in order; the last may be torn."""
@@ -124,11 +154,44 @@ class Output:
 
     def drop(self, spans: Iterable[tuple[int, int]]) -> None:
         """Write the file anew without these bytes, (begin, end) in order; all of it or nothing."""
-        os.close(self._fd)  # Windows replaces no file that is open
+        self._close()  # Windows replaces no file that is open
         try:
-            write(self.path, _without(self.path, spans))
+            replace(self.path, _without(self.path, spans))
+        except OSError as error:
+            raise SpecllamaError(
+                f"{self.path} cannot be written anew without the rows that are done again: "
+                f"{error.strerror}; it is as it was, make room beside it"
+            ) from None
         finally:
-            self._fd = os.open(self.path, _FLAGS)
+            self._open()
+
+    def _open(self, flags: int = 0) -> None:
+        try:
+            self._fd = os.open(self.path, _FLAGS | flags, 0o666)
+        except OSError as error:
+            reason = error.strerror
+            raise UsageError(f"{self.path} cannot be written: {reason}; check the path") from None
+
+    def _close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _require_ordinary(path: Path) -> None:
+    try:
+        is_other = path.exists() and not path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = getattr(error, "strerror", None) or str(error)
+        raise UsageError(f"{path} cannot be written: {reason}; check the path") from None
+    if is_other:
+        raise UsageError(
+            f"{path} is a folder, a device or a pipe; name an ordinary file, or - for standard "
+            "output"
+        )
+
+
+# --- what is there already ------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,24 +225,24 @@ def _packed_lines(file: BinaryIO) -> Iterator[Line]:
         begin = 0
         while begin < size:
             text, end = _member(data, begin)
+            torn = False
             if end is None:
                 following = data.find(_MEMBER, begin + 1)
                 end = following if following >= 0 else size
-                is_begun = data[begin : begin + len(_MEMBER)] == _MEMBER[: size - begin]
-                torn = is_begun and following < 0
-                yield Line(begin, end, b"?", torn)
-            else:
-                yield Line(begin, end, text)
+                torn = following < 0 and _OURS.startswith(data[begin : begin + len(_OURS)])
+                # Without its end it is no record, even where only the checksum is missing.
+                text = text[:-2] if torn else b"?"
+            yield Line(begin, end, text, torn)
             begin = end
 
 
 def _member(data: mmap.mmap, begin: int) -> tuple[bytes, int | None]:
-    """The content of a gzip member and where it ends; None when it is cut or damaged."""
+    """What is there of a gzip member, and where it ends; None when it is cut or damaged."""
     unpack, text, at = zlib.decompressobj(wbits=31), b"", begin
     try:
         while not unpack.eof and at < len(data):
-            text += unpack.decompress(data[at : at + _CHUNK])
-            at = min(at + _CHUNK, len(data))
+            text += unpack.decompress(data[at : at + _MEMBER_CHUNK])
+            at = min(at + _MEMBER_CHUNK, len(data))
     except zlib.error:
         return b"", None
     return text, at - len(unpack.unused_data) if unpack.eof else None
@@ -201,63 +264,3 @@ def _part(file: BinaryIO, begin: int, end: int) -> Iterator[bytes]:
         data = file.read(min(_CHUNK, end - begin))
         begin += len(data)
         yield data
-
-
-# --- the lock -------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold the lock of an output. Raises UsageError while another process holds it."""
-    try:
-        real = path.resolve()
-        if real.exists() and not real.is_file():
-            raise UsageError(f"{path} is a folder, a device or a pipe; name an ordinary file")
-        lock = real.with_name(f".{real.name[:200]}.lock")
-        fd = _open_lock(lock)
-    except (OSError, RuntimeError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise UsageError(f"{path} cannot be written: {reason}; check the path") from None
-    if fd is None:
-        raise UsageError(
-            f"another process is writing {path}; wait for it, or name another output "
-            f"(it holds {lock}, which is free as soon as it ends)"
-        )
-    try:
-        yield
-    finally:
-        # Removed before it is let go: whoever opened it meanwhile sees that it is no longer there.
-        if os.name == "nt":
-            os.close(fd)
-        with contextlib.suppress(OSError):
-            lock.unlink()
-        if os.name != "nt":
-            os.close(fd)
-
-
-def _open_lock(lock: Path) -> int | None:
-    """A file descriptor that holds the lock, or None while another process does."""
-    while True:
-        fd = os.open(lock, os.O_RDWR | os.O_CREAT, 0o666)
-        if not _try_lock(fd):
-            os.close(fd)
-            return None
-        with contextlib.suppress(OSError):
-            if os.path.samestat(os.fstat(fd), os.stat(lock)):
-                return fd
-        os.close(fd)  # its last holder has removed it
-
-
-def _try_lock(fd: int) -> bool:
-    try:
-        if sys.platform == "win32":
-            import msvcrt
-
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)
-        else:
-            import fcntl
-
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

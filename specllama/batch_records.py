@@ -14,7 +14,8 @@ from typing import Any
 from specllama.answers import stats_object
 from specllama.batch_input import Entry
 from specllama.batch_ledger import PARTS, Fingerprint
-from specllama.batch_rows import CHAT, COMPLETION, PLAIN, Row, RowError
+from specllama.batch_rows import Row
+from specllama.batch_values import CHAT, COMPLETION, PLAIN, RowError
 from specllama.parallel import Answer
 
 

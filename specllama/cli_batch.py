@@ -7,17 +7,17 @@ import hashlib
 import math
 import os
 import shutil
-import signal
+import stat
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 import click
 
-from specllama.errors import UsageError
+from specllama.errors import SpecllamaError, UsageError
 from specllama.options import (
     announce,
     file_options,
@@ -29,8 +29,11 @@ from specllama.options import (
 )
 
 if TYPE_CHECKING:
-    from specllama.batch import Batch, Counts, Format, Recipe, Survey
+    from specllama.batch import Batch, Counts, Format, Survey
+    from specllama.batch_ledger import Ledger
     from specllama.batch_output import Output
+    from specllama.batch_progress import Progress
+    from specllama.batch_recipe import Recipe
     from specllama.generation import Pair
     from specllama.loading import Files
     from specllama.markers import ChatTokenizer
@@ -62,6 +65,8 @@ def _parallel(_ctx: click.Context, _param: click.Parameter, value: str) -> int |
 @sampling_options
 @click.option("--chat-template", type=file_path, help="A Jinja file instead of the model's own.")
 @click.option("--raw", is_flag=True, help="No template: messages just follow each other.")
+@click.option("--date", type=click.DateTime(["%Y-%m-%d"]), metavar="YYYY-MM-DD",
+              help="The day that a chat template tells the model.  [today]")
 def batch(source: Path, output: Path, **options: Any) -> None:
     """Answer every row of IN, a file with a JSON object on each line, or "-".
 
@@ -72,32 +77,64 @@ def batch(source: Path, output: Path, **options: Any) -> None:
     """
     from specllama.batch_input import require_readable
     from specllama.batch_output import Output
+    from specllama.batch_signals import stopping
 
     require_readable(source)
     _require_two_files(source, output)
-    with _stopping(), Output(output) as opened, contextlib.ExitStack() as stack:
+    with stopping(), Output(output) as opened, contextlib.ExitStack() as stack:
         counts = _run(source, opened, options, stack)
     if counts.n_failed:
         raise click.exceptions.Exit(SOME_FAILED)
 
 
 def _require_two_files(source: Path, output: Path) -> None:
-    with contextlib.suppress(OSError):
-        if source != Path("-") and output != Path("-") and os.path.samefile(source, output):
-            raise UsageError(f"{output} is the input too; name another output")
+    """Refuse an output that is the input, by whatever name or stream: it would have no end."""
+    with contextlib.suppress(OSError, ValueError):
+        read, written = _status(source, sys.stdin), _status(output, sys.stdout)
+        if stat.S_ISREG(read.st_mode) and os.path.samestat(read, written):
+            name = "standard output" if output == Path("-") else output
+            raise UsageError(f"{name} is the input too; name another output")
+
+
+def _status(path: Path, stream: IO[str]) -> os.stat_result:
+    """That of a file, or of a standard stream. Raises OSError, ValueError."""
+    return os.fstat(stream.fileno()) if path == Path("-") else path.stat()
 
 
 def _run(
     source: Path, output: Output, options: dict[str, Any], stack: contextlib.ExitStack
 ) -> Counts:
-    """Everything between the options and the summary."""
-    from specllama import batch_ledger
+    """Everything between the options and the exit code."""
     from specllama.batch import Batch, Counts
     from specllama.batch_input import can_be_read_twice
     from specllama.batch_progress import Progress
+
+    files, template = _files(options), _template(options)
+    recipe = _recipe(files, template, options)
+    ledger = _ledger(output, stack)
+    if ledger.n_done and not can_be_read_twice(source):
+        source = stack.enter_context(_kept(source))
+    work = Batch(source, output, ledger, recipe)
+    survey = _survey(work, options) if can_be_read_twice(source) else None
+    if survey is not None and not survey.n_todo:
+        work.clean()
+        counts = Counts(
+            n_before=survey.n_done - survey.n_failed, n_failed_before=survey.n_failed
+        )
+        announce(_summary(counts, output.path))
+        return counts
+    n_todo = None if survey is None else survey.n_todo
+    with _load(survey, options) as pair, Progress(n_todo) as progress:
+        counts = _work(work, pair, progress, template, options)
+    speed = f"{progress.n_tokens} tokens in {progress.seconds:.1f} s, {progress.speed()}"
+    announce(f"{_summary(counts, output.path)}; {speed}")
+    return counts
+
+
+def _files(options: dict[str, Any]) -> Files:
     from specllama.loading import find_files
 
-    files = find_files(
+    return find_files(
         options["pair"],
         model=options["model"],
         draft=options["model_draft"],
@@ -105,39 +142,53 @@ def _run(
         need_draft=options["drafter"] in ("auto", "model") and options["draft_tokens"] != 0,
         announce=announce,
     )
+
+
+def _template(options: dict[str, Any]) -> str | None:
+    """The text of the template that is used instead of the model's own."""
+    from specllama.commands import text_of
+
+    if options["chat_template"] is None:
+        return None
+    if options["raw"]:
+        raise UsageError("give either --chat-template or --raw, not both")
+    return text_of(options["chat_template"])
+
+
+def _ledger(output: Output, stack: contextlib.ExitStack) -> Ledger:
+    """What the output holds, with what the user should know of it told."""
+    from specllama import batch_ledger
+
     ledger = batch_ledger.read(output)
     stack.callback(ledger.close)
+    if not output.is_locked:
+        announce(f"Note: the file system of {output.path} has no locks; let no other process "
+                 "write it meanwhile")
     if ledger.unreadable:
-        announce(f"Note: {output.path} has {ledger.unreadable} lines that are no records; "
-                 "they are left alone, and their rows are done again")
-    survey = None
-    if ledger.n_done and not can_be_read_twice(source):
-        source = stack.enter_context(_kept(source))
-    work = Batch(source, output, ledger, _recipe(files, options))
-    if can_be_read_twice(source):
-        survey = work.survey(
-            retry_failed=options["retry_failed"], rerun_changed=options["rerun_changed"]
-        )
-        if not survey.n_todo:
-            counts = Counts(n_before=survey.n_done)
-            counts.codes["failed before"] = survey.n_failed
-            announce(_summary(counts, output.path))
-            return counts
-    n_todo = None if survey is None else survey.n_todo
-    with _load(files, survey, options) as pair, Progress(n_todo) as progress:
-        counts = _work(work, pair, progress, options)
-    speed = f"{progress.n_tokens} tokens in {progress.seconds:.1f} s, {progress.speed()}"
-    announce(f"{_summary(counts, output.path)}; {speed}")
-    return counts
+        announce(f"Note: lines of {output.path} that are no records: {ledger.unreadable}; they are "
+                 "left alone, and their rows are done again")
+    return ledger
 
 
-def _work(work: Batch, pair: Pair, progress: Any, options: dict[str, Any]) -> Counts:
+def _survey(work: Batch, options: dict[str, Any]) -> Survey:
+    survey = work.survey(
+        retry_failed=options["retry_failed"], rerun_changed=options["rerun_changed"]
+    )
+    if survey.n_others:
+        announce(f"Note: rows of the output that are not in the input: {survey.n_others}; they are "
+                 "left alone")
+    return survey
+
+
+def _work(
+    work: Batch, pair: Pair, progress: Progress, template: str | None, options: dict[str, Any]
+) -> Counts:
     from specllama.parallel import Parallel
 
     formats: list[Format] = []
 
     def make_format() -> Format:
-        formats[:] = [_format(pair, options)]
+        formats[:] = [_format(pair, template, options)]
         return formats[0]
 
     parallel = Parallel(pair, work.recipe.verifier)
@@ -153,44 +204,48 @@ def _kept(source: Path) -> Iterator[Path]:
     """A copy of an input that can be read only once, until the end."""
     with tempfile.TemporaryDirectory(prefix="specllama-") as folder:
         copy = Path(folder) / "input"
-        with open(copy, "wb") as file:
-            if source == Path("-"):
-                shutil.copyfileobj(sys.stdin.buffer, file)
-            else:
-                with open(source, "rb") as pipe:
-                    shutil.copyfileobj(pipe, file)
+        try:
+            with open(copy, "wb") as file, contextlib.ExitStack() as stack:
+                is_piped = source == Path("-")
+                pipe = sys.stdin.buffer if is_piped else stack.enter_context(open(source, "rb"))
+                shutil.copyfileobj(pipe, file)
+        except OSError as error:
+            raise SpecllamaError(
+                f"the input cannot be kept in {folder}: {error.strerror}; make room there, name "
+                "another folder in the variable TMPDIR, or give the input as a file"
+            ) from None
         yield copy
 
 
-def _recipe(files: Files, options: dict[str, Any]) -> Recipe:
-    from specllama.batch import Recipe
+def _recipe(files: Files, template: str | None, options: dict[str, Any]) -> Recipe:
+    from specllama.batch_recipe import Recipe
     from specllama.batch_rows import Defaults, digest
-    from specllama.commands import text_of
     from specllama.header import check_file
     from specllama.kv_files import identity
 
-    if options["raw"] and options["chat_template"] is not None:
-        raise UsageError("give either --chat-template or --raw, not both")
-    template = files.chat_template or "the model's own"
-    if options["chat_template"] is not None:
-        options["template"] = template = text_of(options["chat_template"])
     paths = [path for path in (files.target, files.draft) if path is not None]
     for path in paths:
         check_file(path)
     models = [identity(path) for path in paths]
-    seed = 0 if options["seed"] is None else options["seed"]
-    predict = None if options["predict"] == -1 else options["predict"]
+    prompts = [template or files.chat_template or "the model's own", str(options["date"])]
+    if options["raw"]:
+        prompts = ["raw"]
     return Recipe(
         Defaults(
-            sampling_params(options), predict, tuple(options["stop"]), seed, options["ignore_eos"]
+            sampling_params(options),
+            None if options["predict"] == -1 else options["predict"],
+            tuple(options["stop"]),
+            0 if options["seed"] is None else options["seed"],
+            options["ignore_eos"],
         ),
         "coupled" if options["verifier"] == "auto" else options["verifier"],
         digest([[model.size, model.sha256] for model in models]),
-        hashlib.sha256(("raw" if options["raw"] else template).encode()).hexdigest(),
+        hashlib.sha256("\0".join(prompts).encode()).hexdigest(),
+        (options["cache_type_k"], options["cache_type_v"]),
     )
 
 
-def _load(files: Files, survey: Survey | None, options: dict[str, Any]) -> Pair:
+def _load(survey: Survey | None, options: dict[str, Any]) -> Pair:
     """The pair, with contexts that are as large as the longest row, for as many rows as pay."""
     from specllama.lookahead import MAX_DRAFT_TOKENS
     from specllama.parallelism import MOST
@@ -207,7 +262,7 @@ def _load(files: Files, survey: Survey | None, options: dict[str, Any]) -> Pair:
     return pair
 
 
-def _format(pair: Pair, options: dict[str, Any]) -> Format:
+def _format(pair: Pair, template: str | None, options: dict[str, Any]) -> Format:
     """How the model is spoken to. Raises ModelError when that is not known."""
     from specllama.prompts import ChatFormat, RawFormat
 
@@ -215,44 +270,20 @@ def _format(pair: Pair, options: dict[str, Any]) -> Format:
     tokenizer = cast("ChatTokenizer", pair.tokenizer)
     if options["raw"]:
         return RawFormat(tokenizer)
-    template = options.get("template", pair.chat_template)
-    return ChatFormat.of(template, tokenizer, tokenizer.name)
+    today: datetime | None = options["date"]
+    source = pair.chat_template if template is None else template
+    return ChatFormat.of(source, tokenizer, tokenizer.name, now=today)
 
 
 def _summary(counts: Counts, output: Path) -> str:
     """What became of the rows, in one line."""
-    n = counts.n_done + counts.n_before + counts.n_failed - counts.codes["failed before"]
+    n = counts.n_rows
     parts = [f"{n} {'row' if n == 1 else 'rows'}: {counts.n_done} done"]
     if counts.n_before:
         parts.append(f"{counts.n_before} were there before")
     if counts.n_failed:
-        codes = (f"{code} {count}" for code, count in counts.codes.most_common() if count)
+        codes = [f"{code} {count}" for code, count in counts.codes.most_common()]
+        codes += [f"before {counts.n_failed_before}"] if counts.n_failed_before else []
         parts.append(f"{counts.n_failed} failed ({', '.join(codes)})")
     where = "" if output == Path("-") else f"; {output}"
     return ", ".join(parts) + where
-
-
-@contextlib.contextmanager
-def _stopping() -> Iterator[None]:
-    """The first SIGINT or SIGTERM drops the rows in flight, the second one ends the process."""
-
-    def leave(number: int, _frame: Any) -> NoReturn:
-        os._exit(128 + number)
-
-    def stop(number: int, _frame: Any) -> NoReturn:
-        for each in numbers:
-            signal.signal(each, leave)
-        if number == signal.SIGINT:
-            raise KeyboardInterrupt
-        raise SystemExit(128 + number)
-
-    numbers = [
-        each for each in (signal.SIGINT, signal.SIGTERM) if callable(signal.getsignal(each))
-    ]
-    if threading.current_thread() is not threading.main_thread():
-        numbers = []
-    old = {each: signal.signal(each, stop) for each in numbers}
-    yield
-    # Not after an interrupt: what is still to be closed can be left at once, too.
-    for each, handler in old.items():
-        signal.signal(each, handler)

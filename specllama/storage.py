@@ -55,7 +55,7 @@ def replace(path: Path, parts: Iterable[bytes]) -> None:
     which, as after an exception from `parts`, what was there is as it was.
     """
     path = path.resolve()
-    temporary = path.with_name(f".{path.name[:100]}.{secrets.token_hex(6)}.tmp")
+    temporary = path.with_name(f".{path.name[:40]}.{secrets.token_hex(6)}.tmp")
     try:
         _fill(temporary, parts, path)
         os.replace(temporary, path)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from command import environment
 
 from specllama import batch_input, batch_ledger
 from specllama.batch_input import LONGEST, entries
-from specllama.batch_ledger import Done, Ledger, line_key
+from specllama.batch_ledger import Done, Ledger, line_key, row_key
 from specllama.batch_output import Line, Output
 from specllama.errors import SpecllamaError, UsageError
 
@@ -110,9 +112,11 @@ def record(name: str | None, number: int = 0, code: str | None = None) -> dict[s
     return {"id": name, **error, "line": number, "fingerprint": parts}
 
 
-def read(path: Path, keys: list[str]) -> list[Done | None]:
+def read(path: Path, names: Sequence[str | int]) -> list[Done | None]:
+    """What an output holds of rows: by id, or by line where they have none."""
     with Output(path) as output:
         ledger = batch_ledger.read(output)
+        keys = [row_key(each) if isinstance(each, str) else line_key(each) for each in names]
         done = [ledger.find(key) for key in keys]
         ledger.close()
     return done
@@ -132,7 +136,7 @@ def test_records_are_found_again(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     append(path, record("a", 1), record("é", 2, "invalid_logits"))
     append(path, record(None, 3, "invalid_json"), record("a", 4, "duplicate_id"))
-    done = read(path, ["a", "é", line_key(3), line_key(4), "b"])
+    done = read(path, ["a", "é", 3, 4, "b"])
     assert done == [
         Done(("p1", "s", "m"), False), Done(("p2", "s", "m"), True), Done(("p3", "s", "m"), True),
         Done(("p4", "s", "m"), True), None,
@@ -174,7 +178,14 @@ def test_damage_in_the_middle_costs_its_row_only(tmp_path: Path, name: str) -> N
 
 
 @NAMES
-@pytest.mark.parametrize("data", [b"dear diary\n", b"dear diary", b'{"id": "a", "prompt": "x"}\n'])
+@pytest.mark.parametrize(
+    "data",
+    [
+        *(b"dear diary\n", b"dear diary", b"dear diary\n{", b'{"id": "a", "prompt": "x"}\n'),
+        *(b'{"id": "a", "prompt": "x"}', b"GGUF" + bytes(200), gzip.compress(b"dear diary")[:-9]),
+        gzip.compress(b"dear diary", mtime=0)[:-9],
+    ],
+)
 def test_something_else_is_not_taken_for_an_output(
     tmp_path: Path, name: str, data: bytes
 ) -> None:
@@ -190,7 +201,7 @@ def test_records_are_dropped_and_the_rest_stays(tmp_path: Path, name: str) -> No
     append(path, record("a", 1), record("b", 2), record("c", 3), record("a", 4))
     with Output(path) as output:
         ledger = batch_ledger.read(output)
-        ledger.drop("c")
+        ledger.drop(row_key("c"))
         assert ledger.has_stale
         output.drop(ledger.stale())
         output.append(record("d", 5))
@@ -224,11 +235,149 @@ def test_a_second_process_is_refused_and_a_dead_one_is_no_hindrance(tmp_path: Pa
     assert os.listdir(tmp_path) == ["out"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no device that is full")
-def test_what_cannot_be_written_to(tmp_path: Path) -> None:
-    for path in (Path("/dev/full"), tmp_path, tmp_path / "none" / "out", tmp_path / ("x" * 300)):
-        with pytest.raises(UsageError):
+@pytest.mark.skipif(os.name == "nt", reason="there are no such locks")
+def test_a_file_system_without_locks_is_told_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    def flock(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with Output(tmp_path / "out") as output:
+        assert not output.is_locked
+    monkeypatch.undo()
+    with Output(tmp_path / "out") as output:
+        assert output.is_locked
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "ö" * 127, "模" * 85])
+def test_a_name_of_the_greatest_length(tmp_path: Path, name: str) -> None:
+    path, other = tmp_path / name, tmp_path / (name[:-1] + "y")
+    with Output(path) as output, Output(other):  # each has a lock of its own
+        with pytest.raises(UsageError, match="another process"):
             Output(path)
+        output.append(record("a", 1))
+        ledger = batch_ledger.read(output)
+        ledger.drop(row_key("a"))
+        output.drop(ledger.stale())
+        ledger.close()
+    assert sorted(os.listdir(tmp_path)) == sorted([path.name, other.name])
+    assert path.read_bytes() == b""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such devices")
+def test_what_cannot_be_written_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("loop", tmp_path / "loop")
+    for path in (tmp_path, tmp_path / "pipe", Path("/dev/null")):
+        with pytest.raises(UsageError, match="or - for standard output"):
+            Output(path)
+    for name in ("none/out", "x" * 300, "loop", "a\0b"):
+        with pytest.raises(UsageError, match="cannot be written"):
+            Output(tmp_path / name)
+
+
+def test_an_interrupt_while_a_line_is_written_writes_it_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "out"
+    write = os.write
+
+    def interrupted(fd: int, data: bytes) -> int:
+        monkeypatch.undo()
+        write(fd, data[: len(data) * share // 2])
+        raise KeyboardInterrupt  # before the caller knows how much was written
+
+    for share in (0, 1, 2):
+        with pytest.raises(KeyboardInterrupt), Output(path) as output:
+            monkeypatch.setattr(os, "write", interrupted)
+            output.append(record("a", share))
+    assert [json.loads(each)["line"] for each in path.read_bytes().splitlines()] == [0, 1, 2]
+
+
+def test_records_are_on_the_disk_a_second_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    synchronised: list[float] = []
+    monkeypatch.setattr(os, "fsync", lambda _: synchronised.append(now[0]))
+    with Output(tmp_path / "out", lambda: now[0]) as output:
+        for now[0] in (0.1, 0.9, 1.0, 1.1):
+            output.append(record("a"))
+        for now[0] in (1.9, 2.0, 5.0):
+            output.settle()
+        assert synchronised == [1.0, 2.0]  # and nothing where nothing was written
+        output.append(record("a"))
+        assert synchronised == [1.0, 2.0, 5.0]
+        now[0] = 5.5
+        output.append(record("a"))
+    assert synchronised == [1.0, 2.0, 5.0, 5.5]
+
+
+def test_half_a_character_is_written_as_its_escape(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    append(path, {**record("a"), "model": "x\udce4y"})
+    assert b"x\\udce4y" in path.read_bytes()
+    assert json.loads(path.read_text("utf-8"))["model"] == "x\udce4y"
+
+
+def test_a_record_is_one_line_for_every_reader(tmp_path: Path) -> None:
+    path, text = tmp_path / "out", "a\u2028b\u2029c\x85d\ne\x1cf\r\x0b"
+    append(path, {**record("a"), "text": text})
+    [line] = path.read_text("utf-8").splitlines()
+    assert json.loads(line)["text"] == text
+
+
+FULL = """
+import json, resource, sys
+from pathlib import Path
+from specllama.batch_ledger import Done, Ledger, row_key
+from specllama.batch_output import Line, Output
+from specllama.errors import SpecllamaError
+resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+try:
+    with Output(Path(sys.argv[1])) as output:
+        for number in range(10**6):
+            output.append(json.loads(sys.argv[2]))
+except SpecllamaError as error:
+    print(number, error)
+ledger = Ledger()
+try:
+    for number in range(10**6):
+        key = row_key(f"{number:0500}")
+        ledger.add(key, Done(("p", "s", "m"), False), Line(number, number + 1, b""))
+except SpecllamaError as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no such limits")
+@NAMES
+def test_a_disk_that_is_full(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    line = json.dumps({**record("a"), "text": os.urandom(5000).hex()})
+    done = subprocess.run(
+        [sys.executable, "-c", FULL, path, line], env=environment(), capture_output=True,
+        text=True, check=True,
+    )  # fmt: skip
+    first, second = done.stdout.splitlines()
+    assert "takes no more: File too large; make room" in first
+    assert "cannot be kept in a temporary file" in second
+    data = path.read_bytes()
+    lines = (gzip.decompress(data) if name.endswith("gz") else data).splitlines()
+    assert len(lines) == int(first.split()[0]) > 50
+    assert all(json.loads(each) == json.loads(line) for each in lines)
+
+
+@pytest.mark.parametrize("name", ["\x003", "#3", "=a", "a", "é", "e\u0301", "A", "1", " 1", "\0"])
+def test_an_id_is_found_under_itself_alone(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "out"
+    append(path, record(name, 1), record(None, 3, "invalid_json"))
+    names = ["\x003", "#3", "=a", "a", "é", "e\u0301", "A", "1", " 1", "\0", 1, 3]
+    found = [key for key, done in zip(names, read(path, names), strict=True) if done]
+    assert found == [name, 3]
 
 
 def test_memory_of_the_ledger_is_on_the_disk() -> None:

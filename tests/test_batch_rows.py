@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from specllama.batch_rows import CHAT, COMPLETION, PLAIN, Row, RowError, parse
+from specllama.batch_rows import Row, parse
+from specllama.batch_values import CHAT, COMPLETION, PLAIN, RowError
 from specllama.prompts import Message
 from specllama.sampling import SamplingParams
 
@@ -69,6 +70,7 @@ def test_null_is_not_given() -> None:
         (b'"text"', "not_an_object"),
         (b"[]", "not_an_object"),
         (b"null", "not_an_object"),
+        (b'{"id": "a", "prompt": "x", "prompt": "y"}', "invalid_json"),
         (b'{"id": "a", "prompt": "\xff"}', "invalid_utf8"),
         (b'{"id": "a", "prompt": "\\ud83d"}', "invalid_text"),
         (b'{"id": "\\ud83d", "prompt": "x"}', "invalid_text"),
@@ -104,6 +106,12 @@ def test_a_line_that_is_no_row(data: bytes, code: str) -> None:
         ({"logit_bias": {"x": 1}}, "invalid_parameter", "token"),
         ({"logit_bias": [1]}, "invalid_parameter", "list"),
         ({"top_p": 10**400}, "invalid_parameter", "large"),
+        ({"logit_bias": {" 5": 1}}, "invalid_parameter", '" 5"'),
+        ({"logit_bias": {"5": True}}, "invalid_parameter", "truth"),
+        ({"logit_bias": {"5": 1, "05": 2}}, "invalid_parameter", "twice"),
+        ({"prompt": []}, "invalid_request", "empty"),
+        ({"prompt": ["a", "b"]}, "invalid_request", "several"),
+        ({"prompt": [True]}, "invalid_request", "list"),
     ],
 )
 def test_a_row_that_is_not_right(values: dict[str, Any], code: str, word: str) -> None:
@@ -124,10 +132,24 @@ def test_a_row_that_is_not_right(values: dict[str, Any], code: str, word: str) -
         ([{"role": "user", "content": 3}], "invalid_messages"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "invalid_messages"),
         ([{"role": "assistant", "content": "", "tool_calls": [{}]}], "unsupported_parameter"),
+        ([{"role": "user", "content": "hi", "images": ["aGk="]}], "unsupported_parameter"),
     ],
 )
 def test_messages_that_are_not_right(messages: Any, code: str) -> None:
     assert refused({"id": "a", "messages": messages}).code == code
+
+
+def test_what_a_message_has_besides_its_text_is_left_out_if_it_is_nothing() -> None:
+    said = {"role": "assistant", "content": "hi", "name": "Ann", "refusal": None, "tool_calls": []}
+    found = row(prompt=None, messages=[said])
+    assert found.messages == (Message("assistant", "hi"),)
+
+
+@pytest.mark.parametrize("key", ["\ud83d", "x" * 1_000_000, "a\x1b[2Jb"])
+def test_what_is_told_of_a_key_can_be_shown(key: str) -> None:
+    message = refused({"id": "a", "prompt": "x", key: 1}).message
+    assert len(message.encode("utf-8")) < 200
+    assert message.isprintable()
 
 
 def test_a_content_in_parts_is_their_text() -> None:
@@ -150,6 +172,8 @@ def test_rows_of_openai() -> None:
     assert found.overrides == {"temperature": 0}
     found = parse(json.dumps(openai(COMPLETION, stop="x", stream=False)).encode())
     assert (found.style, found.prompt, found.stop) == (COMPLETION, "hi", ("x",))
+    idle = {"parallel_tool_calls": True, "modalities": ["text"], "prediction": {}, "functions": []}
+    assert parse(json.dumps(openai(**idle)).encode()).overrides == {}
     body = openai(messages=[{"role": "developer", "content": "be"}], user="me", tools=[])
     assert parse(json.dumps(body).encode()).messages == (Message("system", "be"),)
 
@@ -170,10 +194,16 @@ def test_rows_of_openai() -> None:
         (openai(tools=[{"type": "function"}]), "unsupported_parameter"),
         (openai(response_format={"type": "json_object"}), "unsupported_parameter"),
         (openai(nonsense=1), "unknown_key"),
+        ({"method": None}, "invalid_request"),
+        ({"url": None}, "invalid_request"),
+        ({"url": ["/v1/completions"]}, "invalid_request"),
+        (openai(reasoning_effort="high"), "unsupported_parameter"),
+        (openai(audio={"voice": "x"}), "unsupported_parameter"),
     ],
 )
 def test_rows_of_openai_that_are_not_right(change: dict[str, Any], code: str) -> None:
-    assert refused({**openai(), **change}).code == code
+    error = refused({**openai(), **change})
+    assert (error.code, error.style) == (code, CHAT)
 
 
 def test_the_digest_is_that_of_what_the_row_says() -> None:
@@ -182,3 +212,10 @@ def test_the_digest_is_that_of_what_the_row_says() -> None:
     assert parse(texts[0]).digest == parse(texts[1]).digest
     different = [row(), row(prompt="x"), row(seed=1), row(seed=2), row(temperature=1)]
     assert len({found.digest for found in different}) == len(different)
+
+
+def test_a_row_in_another_format_is_another_row() -> None:
+    own = parse(b'{"id": "a", "prompt": "hi"}')
+    other = parse(json.dumps(openai(COMPLETION)).encode().replace(b'"model": "gpt", ', b""))
+    assert (own.prompt, own.id) == (other.prompt, other.id)
+    assert own.digest != other.digest
