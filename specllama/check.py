@@ -10,12 +10,12 @@ from specllama import estimate, memory, pairing, vocabulary
 from specllama.errors import ModelError
 from specllama.loading import (
     DEFAULT_BATCH_SIZE,
+    SNAPSHOTS,
     Files,
     Model,
     check_sizes,
     context_size,
     open_model,
-    rollback_refusal,
 )
 from specllama.lookahead import MAX_DRAFT_TOKENS
 from specllama.placement import Decoding
@@ -60,12 +60,7 @@ def examine(
             tokens, refusal = _tokens(target, models[1][1])
             findings += tokens
         for role, model in models:
-            problem = rollback_refusal(model, role)
-            findings.append(_cache(role, model, problem, files))
-            if problem and files.draft is not None:
-                refusal = refusal or (
-                    f"{problem}; it decodes plainly (--drafter none), or choose another model"
-                )
+            findings.append(_cache(role, model))
         findings += _memory(models, context_size(ctx_size, target), batch_size)
         return Report(tuple(findings), refusal)
 
@@ -97,15 +92,12 @@ def _file(role: str, model: Model) -> Finding:
     return Finding(f"{role} file", True, detail)
 
 
-def _cache(role: str, model: Model, problem: str | None, files: Files) -> Finding:
-    """Whether it can be rolled back, which a model alone can do without."""
-    if problem is None:
-        return Finding(
-            f"{role} cache", True, f"{model.cache_kind}: rejected tokens can be taken back"
-        )
-    if files.draft is None:
-        problem += ", so speculation is off and decoding is plain"
-    return Finding(f"{role} cache", False, problem, required=files.draft is not None)
+def _cache(role: str, model: Model) -> Finding:
+    """How rejected tokens are taken back from it."""
+    how = "can be taken back"
+    if model.has_state:
+        how = "are taken back with snapshots of its state, or from a checkpoint"
+    return Finding(f"{role} cache", True, f"{model.cache_kind}: rejected tokens {how}")
 
 
 def _memory(models: Sequence[tuple[str, Model]], n_ctx: int, n_batch: int) -> list[Finding]:
@@ -113,7 +105,8 @@ def _memory(models: Sequence[tuple[str, Model]], n_ctx: int, n_batch: int) -> li
     findings, total = [], 0.0
     for role, model in models:
         size = n_ctx if role == "target" else min(n_ctx, model.n_ctx_train)
-        part = estimate.of_file(model.path, role, size, Decoding(n_batch), MAX_DRAFT_TOKENS + 1)
+        decoding = Decoding(n_batch, n_snapshots=SNAPSHOTS if role == "target" else 0)
+        part = estimate.of_file(model.path, role, size, decoding, MAX_DRAFT_TOKENS + 1)
         total += sum(map(part.on, part.places)) / _MIB
         findings.append(Finding(f"{role} memory", True, part.describe()))
     present = memory.physical_bytes()

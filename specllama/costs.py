@@ -66,7 +66,8 @@ class Budget:
 
     One for all drafters of a loop: a row is a row, whoever asks for it. Now and then a round is
     left without drafts, so that the time of plain decoding, which all is measured against, stays
-    fresh. clock: seconds.
+    fresh. clock: seconds. redoes: whether a rejection means that the tokens before it are decoded
+    again in the next round.
     """
 
     # The pace of the last hundred rounds, and of some plain ones: a lucky streak must not make
@@ -74,20 +75,28 @@ class Budget:
     _DECAY, _PLAIN_ROUNDS = 0.99, 16
     _REST_AFTER = 64  # rounds with drafts; the gain of one in so many is lost
 
-    def __init__(self, costs: CostTable, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self,
+        costs: CostTable,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        redoes: bool = False,
+    ) -> None:
         self.costs = costs
         self._clock = clock
+        self._redoes = redoes
         self._tokens = self._ms = 0.0
         self._begun = 0.0
         self.n_sequences = 1
         self._since_rest = 0
-        self.rows = 1
+        self.rows = self._least_rows = 1
         self.last_ms = 0.0
 
-    def start(self, n_sequences: int) -> None:
-        """A round begins: one row per sequence is decoded whatever is drafted."""
+    def start(self, n_sequences: int, n_rows: int | None = None) -> None:
+        """A round begins: n_rows are decoded whatever is drafted, None: one per sequence."""
         self._begun = self._clock()
-        self.n_sequences = self.rows = n_sequences
+        self.n_sequences = n_sequences
+        self.rows = self._least_rows = n_sequences if n_rows is None else n_rows
 
     def take(self, n_rows: int) -> None:
         """So many rows more will be decoded."""
@@ -95,7 +104,7 @@ class Budget:
 
     def finish(self, n_tokens: int) -> None:
         """The round is over and gave so many tokens."""
-        self._since_rest = self._since_rest + 1 if self.rows > self.n_sequences else 0
+        self._since_rest = self._since_rest + 1 if self.rows > self._least_rows else 0
         self.rows = self.n_sequences  # what is asked before the next round is asked of a new one
         self.last_ms = 1000 * (self._clock() - self._begun)
         self._tokens = self._DECAY * self._tokens + n_tokens
@@ -130,6 +139,20 @@ class Budget:
         for m, chance in enumerate(chances, 1):
             worth += chance
             gain = worth - rate * (drafting_ms(m) + self.extra_ms(m))
+            if self._redoes:
+                gain -= rate * self._redone_ms(chances[:m])
             if gain > best:
                 best, at = gain, m
         return best, at
+
+    def _redone_ms(self, chances: Sequence[float]) -> float:
+        """What a rejection among these tokens is expected to cost in the next round.
+
+        The row of the last token before them and those of the accepted ones are decoded again: one
+        and the number of accepted ones, where not all of them are.
+        """
+        m = len(chances)
+        expected = 1 + sum(chances[:-1]) - m * chances[-1]
+        n_rows = max(1, math.ceil(expected))
+        before = self.costs.ms(self.rows + m)
+        return expected / n_rows * (self.costs.ms(self.rows + m + n_rows) - before)

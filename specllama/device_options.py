@@ -97,6 +97,10 @@ DEVICE_OPTIONS = (
     click.option("-ctkd", "--cache-type-k-draft", type=_cache_type, help="The draft's K."),
     click.option("-ctvd", "--cache-type-v-draft", type=_cache_type, help="The draft's V."),
     click.option(
+        "--swa-full/--no-swa-full", default=True, show_default=True,
+        help="Keep all of a sliding window's tokens; not: less memory, less reuse.",
+    ),
+    click.option(
         "-cd", "--ctx-size-draft", type=int,
         help="Tokens that the draft sees of a longer text, at most; 0: as trained.",
     ),
@@ -110,7 +114,12 @@ DEVICE_OPTIONS = (
 
 def device_settings(options: dict[str, Any]) -> dict[str, Any]:
     """What the options say, as `loading.load` takes it. Raises UsageError."""
-    cache = Cache(options["cache_type_k"], options["cache_type_v"], options["flash_attn"])
+    cache = Cache(
+        options["cache_type_k"],
+        options["cache_type_v"],
+        options["flash_attn"],
+        options["swa_full"],
+    )
     return {
         "gpu_layers": options["gpu_layers"],
         "gpu_layers_draft": options["gpu_layers_draft"],
@@ -129,6 +138,7 @@ def device_settings(options: dict[str, Any]) -> dict[str, Any]:
             options["cache_type_k_draft"] or cache.type_k,
             options["cache_type_v_draft"] or cache.type_v,
             options["flash_attn"],
+            options["swa_full"],
         ),
         "force": options["force"],
     }

@@ -206,7 +206,9 @@ class ModelDrafter:
     def _extend(self, work: Sequence[_Working], active: Sequence[int]) -> list[int]:
         """One more token for each active draft; those that go on."""
         try:
-            rows = self.lm.logits([Request(work[i].state.slot, work[i].shown) for i in active])
+            rows = self.lm.logits(
+                [Request(work[i].state.slot, work[i].shown, 1, len(work[i].laws)) for i in active]
+            )
         except DecodeError:
             for i in active:
                 work[i].failed = True

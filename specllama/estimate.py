@@ -124,6 +124,7 @@ def _context(
         n_outputs=n_outputs,
         n_slots=n_slots,
         cache=decoding.cache,
+        n_snapshots=decoding.n_snapshots if n_slots == 1 else 0,
     )
     for device, kind, mib in buffers:
         part = "cache" if kind in ("KV", "RS") else "buffers"

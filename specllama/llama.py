@@ -256,8 +256,9 @@ class Model(_Closing):
         self.n_layer: int = lib.llama_model_n_layer(handle)
         self.n_embd: int = lib.llama_model_n_embd(handle)
         self.cache_kind = self._cache_kind()
-        # Only a cache of keys and values by position can drop its newest positions.
-        self.can_rollback = self.cache_kind in ("attention", "sliding window")
+        # A state has overwritten what it was before the newest tokens.
+        self.has_state = self.cache_kind in ("recurrent", "hybrid")
+        self.window: int = lib.llama_model_n_swa(handle)
 
     def close(self) -> None:
         """Free the weights, after the contexts that still use them; more than once does nothing."""
@@ -314,7 +315,14 @@ class Outline(Model):
         _check_context(self, n_ctx, n_slots)
 
     def context_buffers(
-        self, n_ctx: int, *, n_batch: int, n_outputs: int, n_slots: int, cache: Cache
+        self,
+        n_ctx: int,
+        *,
+        n_batch: int,
+        n_outputs: int,
+        n_slots: int,
+        cache: Cache,
+        n_snapshots: int = 0,
     ) -> list[tuple[str, str, float]]:
         """Buffers that a context would make: (device, kind, MiB).
 
@@ -324,6 +332,8 @@ class Outline(Model):
         n_batch = min(n_batch, n_ctx * n_slots)
         params = _context_params(n_ctx * n_slots, n_batch, min(n_outputs, n_batch), n_slots)
         params.kv_unified = n_slots > 1 and _on_gpu(self)
+        params.n_rs_seq = n_snapshots
+        params.swa_full = cache.full_window
         params.type_k, params.type_v = _cache_type(cache.type_k), _cache_type(cache.type_v)
         _attention(params, self, cache.flash)
         native = start()
@@ -348,7 +358,10 @@ class Context(_Closing):
     are sized by it, so it is small. threads: for few rows, None leaves llama.cpp's choice;
     threads_batch: for many rows, None takes `threads`. kv_type: of the cache, see
     placement.CACHE_TYPES; kv_type_v: of its values, None takes the same. flash_attention: None
-    takes it where it is faster, see `_attention`. Raises ModelError when the memory cannot be had.
+    takes it where it is faster, see `_attention`. n_snapshots: of a recurrent state, one for each
+    token of a decode that can be taken back; `n_tentative` tells how many the architecture has.
+    full_window: whether a sliding window keeps all tokens, so that any can be taken back, or little
+    more than the model looks at. Raises ModelError when the memory cannot be had.
     """
 
     def __init__(
@@ -364,6 +377,8 @@ class Context(_Closing):
         kv_type: str = "f16",
         kv_type_v: str | None = None,
         flash_attention: bool | None = None,
+        n_snapshots: int = 0,
+        full_window: bool = True,
     ) -> None:
         native = start()
         types = (kv_type, kv_type_v or kv_type)
@@ -376,6 +391,8 @@ class Context(_Closing):
         params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
         params.kv_unified = n_slots > 1 and not self.is_split
         params.type_k, params.type_v = map(_cache_type, types)
+        params.n_rs_seq = n_snapshots if model.has_state else 0
+        params.swa_full = full_window or model.has_state
         _attention(params, model, flash_attention)
         # Python must not run between any two nodes of the graph, so the callback is C's strlen: it
         # reads a length of 0, false, until an interrupt writes a byte before the terminating one.
@@ -398,7 +415,15 @@ class Context(_Closing):
         self.n_ctx = n_ctx
         self.n_slots = n_slots
         self.n_vocab = model.tokenizer.n_vocab
-        self.can_rollback = model.can_rollback
+        self.has_state = model.has_state
+        # What is dropped from a small window as it moves on cannot come back.
+        self._window = 0 if params.swa_full else model.window
+        self.can_rollback = not self.has_state and self._window == 0
+        self.n_tentative = n_ctx if self.can_rollback else int(params.n_ubatch)
+        if self.has_state:  # llama.cpp takes fewer silently
+            self.n_tentative = int(lib.llama_n_rs_seq(handle))
+        # By slot: how many newest tokens the snapshots of its state reach back now.
+        self._reach = [0] * n_slots
         self.buffers = tuple(native.sizes)
         self._batch = _Batch(self.n_batch)
         self._native = native
@@ -424,8 +449,13 @@ class Context(_Closing):
                 raise DecodeError(f"{self.name}: a signal stopped the evaluation; ask again")
             for rows in batch:
                 self.truncate(rows.slot, rows.start)
+        if self.has_state:
+            self._reach = [0] * self.n_slots
         if code != 0:
             raise self._decode_failure(code)
+        if self.has_state:
+            for rows in batch:
+                self._reach[rows.slot] = min(self.n_tentative, len(rows.tokens) - 1)
         return self._logits(batch)
 
     def _evaluate(self, filled: Any) -> int:
@@ -480,24 +510,64 @@ class Context(_Closing):
         """Number of tokens that the slot holds."""
         return int(lib.llama_memory_seq_pos_max(self._memory_of(slot), slot)) + 1
 
+    def reach(self, slot: int) -> int:
+        """How many of its newest tokens `truncate` can take back now.
+
+        llama.cpp says yes to more, and leaves a wrong state or a window with a hole.
+        """
+        if self.has_state:
+            return self._reach[slot]
+        length = self.length(slot)
+        first = int(lib.llama_memory_seq_pos_min(self._memory_of(slot), slot))
+        return length if first <= 0 else max(0, length - first - self._window)
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on. Raises RollbackError if refused."""
         memory = self._memory_of(slot)
-        done = lib.llama_memory_seq_rm(memory, slot, length, -1)
-        if not done or lib.llama_memory_seq_pos_min(memory, slot) > 0:
-            raise RollbackError(
-                f"{self.name}: its KV cache cannot take back rejected tokens; "
-                "run it without a draft (--drafter none)"
+        is_within = self.can_rollback or self.length(slot) - length <= self.reach(slot)
+        self._reach[slot] = 0  # one removal per decode
+        done = is_within and lib.llama_memory_seq_rm(memory, slot, length, -1)
+        if not done or (self.can_rollback and lib.llama_memory_seq_pos_min(memory, slot) > 0):
+            raise self._no_rollback()
+
+    def _no_rollback(self) -> RollbackError:
+        return RollbackError(
+            f"{self.name}: its KV cache cannot take back rejected tokens; "
+            "run it without a draft (--drafter none)"
+        )
+
+    def checkpoint(self, slot: int) -> bytes:
+        """The recurrent state after what the slot holds now, for `rewind`. Raises StateError."""
+        return self._state(slot, lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY)
+
+    def rewind(self, slot: int, length: int, data: bytes) -> None:
+        """Hold the first `length` tokens again, with the state that `checkpoint` gave for them.
+
+        Keys and values of these must still be there. Raises RollbackError.
+        """
+        memory = self._memory_of(slot)
+        self._reach[slot] = 0
+        state, flags = np.frombuffer(data, np.uint8), lib.LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
+        with self._native.calling():
+            read = lib.llama_state_seq_set_data_ext(
+                self._handle, _bytes_of(state), len(state), slot, flags
             )
+        if read != len(state) or not lib.llama_memory_seq_rm(memory, slot, length, -1):
+            raise self._no_rollback()
+        if self.length(slot) != length:
+            raise self._no_rollback()
 
     def clear(self, slot: int) -> None:
         """Forget the whole sequence."""
-        if not lib.llama_memory_seq_rm(self._memory_of(slot), slot, -1, -1):
+        memory = self._memory_of(slot)
+        self._reach[slot] = 0
+        if not lib.llama_memory_seq_rm(memory, slot, -1, -1):
             raise RollbackError(f"{self.name}: its KV cache could not be cleared; load it again")
 
     def wipe(self) -> None:
         """Forget all sequences, and overwrite what they left: a NaN reaches whoever comes after."""
         assert self._handle is not None
+        self._reach = [0] * self.n_slots
         lib.llama_memory_clear(self._memory, True)
 
     def copy(self, source: int, slot: int) -> None:
@@ -513,14 +583,21 @@ class Context(_Closing):
 
         Raises StateError.
         """
+        state = self._state(slot, lib.LLAMA_STATE_SEQ_FLAGS_NONE)
+        return b"".join((self._mark, _digest(state), state))
+
+    def _state(self, slot: int, flags: int) -> bytes:
+        """llama.cpp's own format of what a slot holds, or of a part of it."""
         self._memory_of(slot)
         with self._native.calling():
-            size = lib.llama_state_seq_get_size(self._handle, slot)
+            size = lib.llama_state_seq_get_size_ext(self._handle, slot, flags)
             state = np.empty(size, np.uint8)
-            written = lib.llama_state_seq_get_data(self._handle, _bytes_of(state), size, slot)
+            written = lib.llama_state_seq_get_data_ext(
+                self._handle, _bytes_of(state), size, slot, flags
+            )
         if size == 0 or written != size:
             raise StateError(f"{self.name}: its state cannot be saved; go on without it")
-        return b"".join((self._mark, _digest(state.data), state.data))
+        return state.tobytes()
 
     def restore(self, slot: int, data: bytes) -> None:
         """Let the slot hold what `save` gave; the mark tells models of one shape not apart.
@@ -638,8 +715,6 @@ def _context_params(n_cells: int, n_batch: int, n_outputs: int, n_slots: int) ->
     params.n_ubatch = min(n_batch, params.n_ubatch)
     params.n_outputs_max = n_outputs
     params.n_seq_max = n_slots
-    # A window that is only as large as the model needs could not be rolled back.
-    params.swa_full = True
     params.no_perf = True
     return params
 

@@ -3,6 +3,10 @@
 `CachedLM` is that function: callers name whole sequences and never speak of the cache. Which rows
 really have to be decoded falls out of the longest common prefix with what the context still holds,
 so a rejected draft, an abandoned answer or an interrupt needs no clean-up anywhere.
+
+Not every cache can drop its newest tokens. A recurrent state has overwritten what it was before
+them: then a checkpoint is kept from before tokens that may be taken back, and what was right of
+them is decoded again, together with what comes next.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from specllama.checkpoints import Checkpoints
 from specllama.errors import DecodeError, RollbackError, StateError
 
 LogitRows = NDArray[np.float32]  # [n_rows, n_vocab]
@@ -42,7 +47,9 @@ class Context(Protocol):
     n_outputs: int  # rows of one decode that can give logits
     n_slots: int
     n_vocab: int  # width of a row of logits, padding included
-    can_rollback: bool  # whether `truncate` can keep part of a sequence
+    can_rollback: bool  # whether `truncate` can keep any part of a sequence
+    has_state: bool  # whether `checkpoint` is what brings earlier tokens back
+    n_tentative: int  # tokens of one decode that `truncate` can take back right after it
     is_split: bool  # whether one pass over the weights takes only neighbouring slots, evenly
 
     def decode(self, batch: Sequence[Rows]) -> list[LogitRows]:
@@ -56,8 +63,21 @@ class Context(Protocol):
         """Number of tokens that the slot holds."""
         ...
 
+    def reach(self, slot: int) -> int:
+        """How many of its newest tokens `truncate` can take back now."""
+        ...
+
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on; raises RollbackError if refused."""
+        ...
+
+    def checkpoint(self, slot: int) -> bytes:
+        """What `rewind` needs to come back to what the slot holds now; raises StateError."""
+        ...
+
+    def rewind(self, slot: int, length: int, data: bytes) -> None:
+        """Hold the `length` tokens of a checkpoint again, which are the first of those held now;
+        raises RollbackError."""
         ...
 
     def clear(self, slot: int) -> None:
@@ -102,11 +122,15 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """Logits wanted after each of the last `n_last` prefixes of `tokens`."""
+    """Logits wanted after each of the last `n_last` prefixes of `tokens`.
+
+    n_tentative: how many of the last tokens the next request for the slot may take back.
+    """
 
     slot: int
     tokens: list[int]
     n_last: int = 1
+    n_tentative: int = 0
 
 
 class CachedLM:
@@ -125,6 +149,7 @@ class CachedLM:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._held: dict[int, list[int]] = {}
+        self._checkpoints = Checkpoints()
         self.rows_decoded = 0
         # Told the rows of every decode, those of them that gave logits, and its milliseconds.
         self.on_decode: Callable[[int, int, float], None] | None = None
@@ -160,9 +185,17 @@ class CachedLM:
         return min(self._context.n_batch, self._context.n_outputs)
 
     @property
-    def can_rollback(self) -> bool:
-        """Whether rejected tokens can be taken back without decoding the sequence again."""
-        return self._context.can_rollback
+    def max_draft(self) -> int:
+        """Draft tokens of a round that can be taken back, if not by reading the sequence again."""
+        context = self._context
+        if self.redoes:
+            return context.n_ctx if context.n_slots == 1 else 0
+        return context.n_tentative
+
+    @property
+    def redoes(self) -> bool:
+        """Whether taking tokens back means to decode those before them again."""
+        return self._context.has_state and self._context.n_tentative == 0
 
     def n_held(self, slot: int) -> int:
         """How many tokens the slot is believed to hold."""
@@ -170,7 +203,7 @@ class CachedLM:
 
     def missing(self, slot: int, tokens: list[int]) -> int:
         """How many rows a request for this sequence would decode, at least its last."""
-        return max(1, len(tokens) - common_prefix(self._held.get(slot, []), tokens))
+        return len(tokens) - self._kept(Request(slot, tokens))
 
     def held(self, slot: int) -> tuple[int, ...]:
         """What the slot is believed to hold, for tests of the cache."""
@@ -187,6 +220,8 @@ class CachedLM:
         for begin in range(0, len(rows.tokens), n_batch):
             part = rows.tokens[begin : begin + n_batch]
             self._decode([Rows(slot, rows.start + begin, part, 0)])
+        if self._context.has_state and tokens:
+            self._remember(slot, is_lasting=True)
         return len(rows.tokens)
 
     def logits(self, requests: Sequence[Request]) -> list[LogitRows]:
@@ -194,11 +229,16 @@ class CachedLM:
 
         All rows that give logits go through one decode. Raises DecodeError, RollbackError.
         """
+        begun = time.perf_counter()
         pending = [self._sync(request) for request in requests]
+        spent = time.perf_counter() - begun
         self._prefill(pending)
+        begun = time.perf_counter() - spent
+        if self._context.has_state:
+            pending = [self._secured(*pair) for pair in zip(requests, pending, strict=True)]
         if self._context.is_split and len(pending) > 1:
             return self._decode_evenly(pending)
-        return self._decode(pending)
+        return self._decode(pending, begun)
 
     def _borrow(self, slot: int, tokens: list[int]) -> None:
         """Copy the beginning of a sequence from the slot that holds most of it, if that is more."""
@@ -247,21 +287,67 @@ class CachedLM:
         tokens = [*held[start - back :], *own]
         return Rows(slot, start - back, tokens, 0 if rows is None else rows.n_logits)
 
+    def _kept(self, request: Request) -> int:
+        """How many of the first tokens of a request need not be decoded again."""
+        context, slot, tokens = self._context, request.slot, request.tokens
+        keep = common_prefix(self._held.get(slot, []), tokens)
+        keep = min(keep, len(tokens) - request.n_last)
+        length = context.length(slot)
+        if length == keep or (keep > 0 and length - keep <= context.reach(slot)):
+            return keep
+        before = self._checkpoints.latest(slot, keep)
+        return 0 if before is None else before.length
+
     def _sync(self, request: Request) -> Rows:
         """Cut the slot down to what the request can reuse; the rows that are still to decode."""
-        slot, tokens = request.slot, request.tokens
-        held = self._held.setdefault(slot, [])
-        keep = min(common_prefix(held, tokens), len(tokens) - request.n_last)
+        slot = request.slot
+        keep = self._kept(request)
         if self._context.length(slot) != keep:
-            if keep > 0 and not self._context.can_rollback:
-                keep = 0
-            del held[keep:]
-            if keep == 0:
-                self._context.clear(slot)
-            else:
-                self._truncate(slot, keep)
+            self._cut(slot, keep)
+        held = self._held.setdefault(slot, [])
         del held[keep:]
-        return Rows(slot, keep, tokens[keep:], request.n_last)
+        return Rows(slot, keep, request.tokens[keep:], request.n_last)
+
+    def _cut(self, slot: int, keep: int) -> None:
+        """Let the slot hold only its first tokens, as many as `_kept` said."""
+        context = self._context
+        held = self._held.setdefault(slot, [])
+        del held[keep:]
+        self._checkpoints.cut(slot, keep)
+        before = self._checkpoints.latest(slot, keep)
+        if keep == 0:
+            context.clear(slot)
+        elif before is None or context.length(slot) - keep <= context.reach(slot):
+            self._truncate(slot, keep)
+        else:
+            del self._held[slot]  # it holds something unknown until this is done
+            try:
+                context.rewind(slot, keep, before.data)
+            except RollbackError:
+                self.forget(slot)
+                raise
+            self._held[slot] = held
+
+    def _secured(self, request: Request, rows: Rows) -> Rows:
+        """The rows that are left to decode, once tentative ones among them can be taken back."""
+        tentative = request.n_tentative
+        if tentative <= min(self._context.n_tentative, len(rows.tokens) - 1):
+            return rows
+        sure = len(request.tokens) - tentative
+        # What is decoded again and again because the checkpoint lies before it grows round by
+        # round: at some length it is cheaper to decode it alone, and go on from behind it.
+        again = min(sure - rows.start, len(rows.tokens) - rows.n_logits)
+        if again > self._PASS:
+            self._decode([Rows(rows.slot, rows.start, rows.tokens[:again], 0)])
+            rows = Rows(rows.slot, rows.start + again, rows.tokens[again:], rows.n_logits)
+        if rows.start <= sure:
+            self._remember(rows.slot, is_lasting=False)
+        return rows
+
+    def _remember(self, slot: int, is_lasting: bool) -> None:
+        """Keep a checkpoint of what the slot holds now."""
+        length = len(self._held[slot])
+        self._checkpoints.add(slot, length, is_lasting, lambda: self._context.checkpoint(slot))
 
     def _truncate(self, slot: int, keep: int) -> None:
         try:
@@ -292,6 +378,7 @@ class CachedLM:
         or foreign data, after which the slot is read anew by the next request.
         """
         self._held.pop(slot, None)
+        self._checkpoints.drop(slot)
         self._context.restore(slot, data)
         found = self._context.length(slot)
         if found != len(tokens):
@@ -305,6 +392,7 @@ class CachedLM:
     def forget(self, slot: int) -> None:
         """Drop what the slot holds; the next request starts from nothing."""
         self._held.pop(slot, None)
+        self._checkpoints.drop(slot)
         self._context.clear(slot)
 
     def wipe(self) -> None:
@@ -313,6 +401,7 @@ class CachedLM:
         Cells that are free again are masked, but a NaN times nothing is a NaN.
         """
         self._held.clear()
+        self._checkpoints.clear()
         self._context.wipe()
 
     def _prefill(self, pending: list[Rows]) -> None:
@@ -327,8 +416,9 @@ class CachedLM:
                 surplus -= count
             pending[i] = rows
 
-    def _decode(self, batch: list[Rows]) -> list[LogitRows]:
-        begun = time.perf_counter()
+    def _decode(self, batch: list[Rows], begun: float | None = None) -> list[LogitRows]:
+        """Decode all rows in one call. begun: since when time is counted as this decode's."""
+        begun = time.perf_counter() if begun is None else begun
         try:
             logits = self._context.decode(batch)
         except BaseException as error:
@@ -337,6 +427,7 @@ class CachedLM:
             if isinstance(error, DecodeError) or not self._context.can_rollback:
                 for rows in batch:
                     self._held.pop(rows.slot, None)
+                    self._checkpoints.drop(rows.slot)
                 for rows in batch:
                     self._context.clear(rows.slot)
             raise

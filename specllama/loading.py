@@ -49,6 +49,8 @@ MAX_PARALLEL = 256  # sequences of one context in llama.cpp
 MAX_THREADS = 512  # llama.cpp crashes far above its own limit instead of refusing
 # Rows of logits that several sequences share in one decode: a guess of each of 32.
 _SHARED_OUTPUTS = 64
+# Of a target's recurrent state: as many as draft tokens that a round may have there.
+SNAPSHOTS = 8
 _PROBED = 256  # tokens of the context in which decodes are timed
 
 
@@ -200,7 +202,12 @@ def load(
         need_draft=drafter in ("auto", "model") and draft_tokens != 0,
         announce=announce,
     )
-    decoding = Decoding(batch_size, threads or default_threads(), threads_batch, cache)
+    n_snapshots = SNAPSHOTS if draft_tokens is None else draft_tokens
+    if drafter == "none":
+        n_snapshots = 0
+    decoding = Decoding(
+        batch_size, threads or default_threads(), threads_batch, cache, n_snapshots
+    )
     decoding_draft = Decoding(
         batch_size, threads_draft or decoding.threads, threads_draft or threads_batch, cache_draft
     )
@@ -228,7 +235,7 @@ def load(
         notices += notes.of_target(target, n_ctx)
         notices += notes.of_options(where, where_draft, cache, cache_draft)
         notices += notes.of_threads(max(count or 1 for count in given.values()))
-        refusal = rollback_refusal(target, "target")
+        refusal = rollback_refusal(target, n_slots)
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
         draft_lm, draft_tokenizer, n_tokens_draft = None, None, None
@@ -317,8 +324,6 @@ def _draft_size(
     small: llama.Model, n_ctx: int, asked: int | None
 ) -> tuple[int, list[str]]:
     """Tokens of the draft's context, 0 when it cannot be used, and what the user should know."""
-    if refusal := rollback_refusal(small, "draft"):
-        return 0, [f"{refusal}, so it proposes nothing"]
     size = min(n_ctx, asked or small.n_ctx_train)
     if size == n_ctx:
         return size, []
@@ -402,7 +407,7 @@ def _speculation(
     draft_temperature: float | None,
 ) -> tuning.Speculation:
     """The way to speculate that the options ask for, as far as the models allow it."""
-    if drafter == "none" or draft_tokens == 0 or not target.can_rollback:
+    if drafter == "none" or draft_tokens == 0 or target.max_draft == 0:
         return tuning.plain()
     if drafter == "model" and draft is None:  # refused, which the notices say
         return tuning.plain()
@@ -462,6 +467,8 @@ def open_context(
         kv_type=decoding.cache.type_k,
         kv_type_v=decoding.cache.type_v,
         flash_attention=decoding.cache.flash,
+        n_snapshots=decoding.n_snapshots if n_slots == 1 else 0,
+        full_window=decoding.cache.full_window,
     )
 
 
@@ -492,13 +499,13 @@ def context_size(asked: int | None, model: llama.Model) -> int:
     return asked or model.n_ctx_train
 
 
-def rollback_refusal(model: llama.Model, role: str) -> str | None:
-    """Why rejected tokens cannot be taken back from a model's cache, or None when they can."""
-    if model.can_rollback:
+def rollback_refusal(target: llama.Model, n_slots: int) -> str | None:
+    """Why rejected tokens are not taken back from a target's cache, or None when they are."""
+    if not target.has_state or n_slots == 1:
         return None
     return (
-        f"the {role} {model.name} keeps a {model.cache_kind} state, "
-        "which cannot take back rejected tokens"
+        f"the target {target.name} keeps a {target.cache_kind} state, which takes back rejected "
+        "tokens for one answer at a time only"
     )
 
 

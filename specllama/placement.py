@@ -71,12 +71,15 @@ class Cache:
     """How one model keeps and reads its keys and values.
 
     type_k, type_v: of what is kept, see CACHE_TYPES. flash_attention: "on", "off", or "auto" for
-    what is faster; a quantised V cannot be read without. Raises UsageError.
+    what is faster; a quantised V cannot be read without. full_window: whether layers that look at
+    the last tokens only keep all of them, so that a text can be gone on from at any place, or
+    little more than they look at. Raises UsageError.
     """
 
     type_k: str = "f16"
     type_v: str = "f16"
     flash_attention: str = "auto"
+    full_window: bool = True
 
     def __post_init__(self) -> None:
         for name in (self.type_k, self.type_v):
@@ -110,10 +113,12 @@ class Decoding:
     """How one model decodes.
 
     batch_size: rows of one decode. threads: for few rows, and threads_batch for many, the same
-    where it is None. cache: of keys and values.
+    where it is None. cache: of keys and values. n_snapshots: of a recurrent state, as many as
+    tokens of a round can be taken back from it.
     """
 
     batch_size: int = 512
     threads: int | None = None
     threads_batch: int | None = None
     cache: Cache = Cache()
+    n_snapshots: int = 0

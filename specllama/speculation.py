@@ -50,12 +50,13 @@ class Speculator:
         Raises InvalidLogits when the target produces none that are usable; nothing is added then.
         """
         if self._budget is not None:
-            self._budget.start(len(sequences))
+            n_rows = sum(self.target.missing(s.slot, s.tokens) for s in sequences)
+            self._budget.start(len(sequences), n_rows)
         drafts = self.drafter.propose(sequences, self._limits(sequences))
         rows = self.target.logits(
             [
-                Request(s.slot, [*s.tokens, *draft.tokens], len(draft.tokens) + 1)
-                for s, draft in zip(sequences, drafts, strict=True)
+                Request(s.slot, [*s.tokens, *d.tokens], len(d.tokens) + 1, len(d.tokens))
+                for s, d in zip(sequences, drafts, strict=True)
             ]
         )
         try:
@@ -76,11 +77,9 @@ class Speculator:
     def _limits(self, sequences: Sequence[SequenceState]) -> list[int]:
         """Most tokens that may be drafted: for the answer, the context and the decode."""
         rows_each = self.target.max_rows // len(sequences)
-        can_draft = self.target.can_rollback
+        most = min(rows_each, self.target.max_draft + 1)
         return [
-            max(0, min(s.n_left, self.target.n_ctx - len(s.tokens) + 1, rows_each) - 1)
-            if can_draft
-            else 0
+            max(0, min(s.n_left, self.target.n_ctx - len(s.tokens) + 1, most) - 1)
             for s in sequences
         ]
 

@@ -82,7 +82,8 @@ def measured(
     known = calibration.recall(memo) or Knowledge()
     _calibrate(target, draft, known)
     target.on_decode = _recorder(known.target, only_full=True)
-    budget = Budget(known.target)
+    budget = Budget(known.target, redoes=target.redoes)
+    limit = min(limit, max(1, target.max_draft))
     guesses = LookupDrafter(budget, limit)
     if draft is None:
         return Speculation(
@@ -151,7 +152,7 @@ def _calibrate(target: CachedLM, draft: CachedLM | None, known: Knowledge) -> No
     if not known.target.is_measured:
         log.info("measuring what a decode costs here, once for this pair")
         most = target.max_rows if target.n_slots > 1 else MAX_DRAFT_TOKENS + 1
-        most = min(most, target.max_rows)
+        most = min(most, target.max_rows, target.max_draft + 1)
         calibration.measure(target, known.target, most, all_logits=True)
     if draft is not None and not known.draft.is_measured:
         calibration.measure(draft, known.draft, _MOST_TIMED, all_logits=False, seconds=1.0)

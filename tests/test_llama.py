@@ -145,6 +145,57 @@ def test_a_state_refuses_a_cut_and_can_still_be_cleared(opened: Opener, kind: st
     np.testing.assert_allclose(after, fresh, atol=CLOSE)
 
 
+def test_snapshots_are_counted_and_reach_back_within_one_decode(opened: Opener) -> None:
+    context = opened("hybrid", n_snapshots=4)
+    assert (context.n_tentative, opened("recurrent", n_snapshots=4).n_tentative) == (4, 0)
+    context.decode([Rows(0, 0, TEXT[:20], 0)])
+    assert context.reach(0) == 4
+    context.decode([Rows(0, 20, TEXT[20:23], 0)])
+    assert context.reach(0) == 2
+    with pytest.raises(RollbackError):
+        context.truncate(0, 20)
+    context.clear(0)
+    context.decode([Rows(0, 0, TEXT[:20], 0)])
+    context.truncate(0, 17)
+    assert (context.length(0), context.reach(0)) == (17, 0)
+    [after] = context.decode([Rows(0, 17, [300, 301], 2)])
+    [fresh] = opened("hybrid").decode([Rows(0, 0, [*TEXT[:17], 300, 301], 2)])
+    np.testing.assert_allclose(after, fresh, atol=CLOSE)
+
+
+@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
+def test_a_checkpoint_brings_a_state_back(opened: Opener, kind: str) -> None:
+    context = opened(kind)
+    context.decode([Rows(0, 0, TEXT[:20], 0)])
+    saved = context.checkpoint(0)
+    for _ in range(2):
+        context.decode([Rows(0, 20, TEXT[20:31], 0)])
+        context.rewind(0, 20, saved)
+        assert context.length(0) == 20
+    [after] = context.decode([Rows(0, 20, [300, 301], 2)])
+    [fresh] = opened(kind).decode([Rows(0, 0, [*TEXT[:20], 300, 301], 2)])
+    np.testing.assert_allclose(after, fresh, atol=CLOSE)
+
+
+def test_a_small_window_reaches_back_as_far_as_it_still_looks(opened: Opener) -> None:
+    context = opened("swa", n_ctx=1024, full_window=False)
+    assert not context.can_rollback
+    for start in range(0, 600, 50):
+        context.decode([Rows(0, start, [20 + (i * i) % 300 for i in range(start, start + 50)], 0)])
+    reach = context.reach(0)
+    assert 16 < reach < 600 - 32
+    with pytest.raises(RollbackError):
+        context.truncate(0, 600 - reach - 1)
+    context.truncate(0, 600 - reach)
+    [after] = context.decode([Rows(0, 600 - reach, [300], 1)])
+    fresh = opened("swa", n_ctx=1024)
+    for start in range(0, 600 - reach, 50):
+        end = min(start + 50, 600 - reach)
+        fresh.decode([Rows(0, start, [20 + (i * i) % 300 for i in range(start, end)], 0)])
+    [expected] = fresh.decode([Rows(0, 600 - reach, [300], 1)])
+    np.testing.assert_allclose(after, expected, atol=CLOSE)
+
+
 # --- limits -------------------------------------------------------------------------------------
 
 

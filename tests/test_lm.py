@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +16,8 @@ from specllama.lm import CachedLM, LogitRows, Request, Rows, common_prefix
 MODEL = Table(5, seed=3)
 
 
-def context(n_batch: int = 64) -> ToyContext:
-    return ToyContext(MODEL, 5, n_batch=n_batch)
+def context(n_batch: int = 64, **options: Any) -> ToyContext:
+    return ToyContext(MODEL, 5, n_batch=n_batch, **options)
 
 
 def expected(tokens: Sequence[int], n_last: int) -> LogitRows:
@@ -144,14 +145,71 @@ def test_a_rollback_that_lies_is_noticed() -> None:
 
 
 def test_a_cache_that_cannot_roll_back_is_cleared_and_read_again() -> None:
-    toy = context()
-    toy.can_rollback = False
+    toy = context(can_rollback=False)
     lm = CachedLM(toy)
     lm.logits([Request(0, [1, 2, 3])])
     lm.logits([Request(0, [1, 2, 3, 4])])
     [rows] = lm.logits([Request(0, [1, 2, 0])])
     assert np.array_equal(rows, expected([1, 2, 0], 1))
     assert toy.decodes == [[(3, 1)], [(1, 1)], [(3, 1)]]
+
+
+def test_snapshots_take_back_the_tentative_tokens_of_one_decode() -> None:
+    toy = context(can_rollback=False, n_snapshots=3)
+    lm = CachedLM(toy)
+    lm.prefill(0, [1, 2])
+    lm.logits([Request(0, [1, 2, 3, 4, 0], 3, 2)])
+    [rows] = lm.logits([Request(0, [1, 2, 3, 1])])
+    assert np.array_equal(rows, expected([1, 2, 3, 1], 1))
+    assert toy.decodes == [[(2, 0)], [(3, 3)], [(1, 1)]]
+
+
+def test_without_snapshots_a_checkpoint_is_gone_back_to() -> None:
+    toy = context(can_rollback=False)
+    lm = CachedLM(toy)
+    lm.prefill(0, [1, 2])
+    lm.logits([Request(0, [1, 2, 3, 4, 0], 3, 2)])
+    assert lm.missing(0, [1, 2, 3, 4, 1]) == 3
+    rows = lm.logits([Request(0, [1, 2, 3, 4, 1, 2], 2, 1)])[0]
+    assert np.array_equal(rows, expected([1, 2, 3, 4, 1, 2], 2))
+    # The rows of 3 and 4 are decoded again, together with what comes next.
+    assert toy.decodes == [[(2, 0)], [(3, 3)], [(4, 2)]]
+
+
+def test_a_draft_goes_back_to_where_its_proposal_began() -> None:
+    toy = context(can_rollback=False)
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    for n, tokens in enumerate(([1, 2, 3, 4], [1, 2, 3, 4, 0]), 1):
+        lm.logits([Request(0, tokens, 1, n)])
+    [rows] = lm.logits([Request(0, [1, 2, 3, 4, 2])])
+    assert np.array_equal(rows, expected([1, 2, 3, 4, 2], 1))
+    assert toy.decodes == [[(3, 1)], [(1, 1)], [(1, 1)], [(2, 1)]]
+
+
+def test_what_is_decoded_again_does_not_grow_without_end() -> None:
+    toy = context(can_rollback=False, n_ctx=400, n_batch=64)
+    lm = CachedLM(toy)
+    text = [i * i % 5 for i in range(300)]
+    lm.prefill(0, text[:3])
+    n = 4
+    while n < 290:
+        wrong = [*text[:n], text[n], (text[n + 1] + 1) % 5, 0]
+        lm.logits([Request(0, wrong, 4, 3)])
+        n += 2
+    rows = [sum(rows for rows, _ in decode) for decode in toy.decodes]
+    assert max(rows) <= 8 + 2 + 4
+    assert sum(rows) < 300 * 6
+
+
+def test_an_earlier_prompt_is_gone_back_to() -> None:
+    toy = context(can_rollback=False)
+    lm = CachedLM(toy)
+    prompt = [1, 2, 3, 4, 0, 1]
+    lm.prefill(0, prompt)
+    for n in range(3):
+        lm.logits([Request(0, [*prompt, 2, *[3] * n], 1, n)])
+    assert lm.prefill(0, [*prompt, 0, 0]) == 2
 
 
 class Interrupting(ToyContext):
@@ -229,9 +287,14 @@ def test_an_interrupted_state_is_not_trusted_though_its_length_is_right() -> Non
     assert np.array_equal(rows, expected([1, 2, 3, 4], 1))
 
 
-def test_what_is_held_is_what_the_context_holds_after_random_requests() -> None:
+@pytest.mark.parametrize(
+    "kind", [{}, {"can_rollback": False}, {"can_rollback": False, "n_snapshots": 2}]
+)
+def test_what_is_held_is_what_the_context_holds_after_random_requests(
+    kind: dict[str, Any],
+) -> None:
     rng = random.Random(7)
-    toy = context(n_batch=6)
+    toy = context(n_batch=6, **kind)
     lm = CachedLM(toy)
     histories = [[0], [1]]
     for _ in range(500):
@@ -239,7 +302,11 @@ def test_what_is_held_is_what_the_context_holds_after_random_requests() -> None:
         tokens = histories[slot][: rng.randint(1, len(histories[slot]))]
         tokens = (tokens + [rng.randrange(5) for _ in range(rng.randint(0, 4))])[:40]
         n_last = rng.randint(1, min(3, len(tokens)))
-        [rows] = lm.logits([Request(slot, tokens, n_last)])
+        tentative = rng.randint(0, min(3, len(tokens)))
+        missing = lm.missing(slot, tokens) if n_last == 1 else None
+        before = lm.rows_decoded
+        [rows] = lm.logits([Request(slot, tokens, n_last, tentative)])
+        assert missing in (None, lm.rows_decoded - before)
         assert np.array_equal(rows, expected(tokens, n_last))
         assert list(lm.held(slot)) == toy.slots[slot] == tokens
         histories[slot] = tokens

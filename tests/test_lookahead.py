@@ -119,6 +119,27 @@ def test_between_rounds_a_row_costs_what_it_will_in_a_new_one() -> None:
     assert budget.extra_ms(1) == 0
 
 
+def test_where_a_rejection_redoes_rows_a_draft_must_earn_them() -> None:
+    """By enumeration: every outcome's rows, the last token's and those of the accepted ones."""
+    chances = [0.9, 0.6, 0.5]
+    line = CostTable({n: [10.0 * n] for n in range(1, 40)})
+    plain, redoing = (Budget(line, redoes=redoes) for redoes in (False, True))
+    for budget in (plain, redoing):
+        budget.start(1)
+    outcomes = [(1 - 0.9, 1), (0.9 - 0.6, 2), (0.6 - 0.5, 3), (0.5, 0)]
+    rows = sum(prob * n for prob, n in outcomes)
+    assert redoing._redone_ms(chances) == pytest.approx(10 * rows)
+    free = lambda m: 0.0  # noqa: E731
+    assert redoing.best(chances, free)[0] < plain.best(chances, free)[0]
+    assert redoing.best([1.0], free)[0] == plain.best([1.0], free)[0]
+
+
+def test_rows_that_are_decoded_anyway_use_up_the_flat_part_of_a_step() -> None:
+    budget = Budget(CostTable(STAIRS))
+    budget.start(1, 3)
+    assert (budget.extra_ms(1), budget.extra_ms(2)) == (0, 102 - 66)
+
+
 def test_the_predictor_learns_which_laws_are_accepted() -> None:
     rng = random.Random(1)
     predictor = AcceptancePredictor()

@@ -336,23 +336,6 @@ def test_a_rollback_that_fails_once_stops_the_generation(monkeypatch: pytest.Mon
         assert ready.answer()[0] == plain(target)
 
 
-@pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
-def test_a_state_that_cannot_roll_back_decodes_plainly_over_three_turns(kind: str) -> None:
-    target = tiny(kind)
-    tokenizer = model(target).tokenizer
-    with opened(target, target, 4) as ready:
-        assert not ready.target.can_rollback
-        history = tokenizer.encode(PROMPT, special=True, add_special=True)
-        for turn in range(3):
-            tokens, _, last = ready.answer(history, max_tokens=30)
-            assert last.stats is not None
-            assert last.stats.draft_n == 0
-            assert tokens == plain(target, history, max_tokens=30)
-            new = tokenizer.encode(f" turn {turn}", special=False, add_special=False)
-            # The second turn forgets a part of the first answer, which needs a fresh start.
-            history = [*history, *tokens[: 30 - 10 * turn], *new]
-
-
 @VERIFY
 def test_acceptance_is_the_overlap_of_the_two_laws(verifier: str) -> None:
     """Token rule: mean of sum min(p, q) at verified positions, within four standard errors."""

@@ -66,6 +66,9 @@ class ToyContext:
 
     Logits of an earlier decode turn into NaN with the next, rows are read-only, positions must be
     consecutive, nothing may be decoded twice, and a rollback can be refused on demand.
+
+    can_rollback: whether any part can be dropped. Otherwise it is a state with `n_snapshots` of
+    them, which reach back within the last decode, once, and with checkpoints.
     """
 
     name = "toy"
@@ -80,6 +83,7 @@ class ToyContext:
         n_outputs: int = 64,
         n_slots: int = 4,
         can_rollback: bool = True,
+        n_snapshots: int = 0,
         is_split: bool = False,
     ) -> None:
         self.is_split = is_split
@@ -87,6 +91,9 @@ class ToyContext:
         self.n_vocab = n_vocab
         self.n_ctx, self.n_batch, self.n_outputs = n_ctx, n_batch, n_outputs
         self.n_slots, self.can_rollback = n_slots, can_rollback
+        self.has_state = not can_rollback
+        self.n_tentative = n_ctx if can_rollback else n_snapshots
+        self._reach: dict[int, int] = {}
         self.slots: dict[int, list[int]] = {}
         self.decodes: list[list[tuple[int, int]]] = []  # per decode: (rows, logits) per entry
         self.refuse_rollback = False
@@ -104,6 +111,7 @@ class ToyContext:
         assert 0 < sum(len(rows.tokens) for rows in batch) <= self.n_batch
         assert sum(rows.n_logits for rows in batch) <= self.n_outputs
         self.decodes.append([(len(rows.tokens), rows.n_logits) for rows in batch])
+        self._reach = {r.slot: min(self.n_tentative, len(r.tokens) - 1) for r in batch}
         return [self._decode_one(rows) for rows in batch]
 
     def _decode_one(self, rows: Rows) -> NDArray[np.float32]:
@@ -126,12 +134,28 @@ class ToyContext:
     def length(self, slot: int) -> int:
         return len(self.slots.get(slot, []))
 
+    def reach(self, slot: int) -> int:
+        return self.length(slot) if self.can_rollback else self._reach.get(slot, 0)
+
     def truncate(self, slot: int, length: int) -> None:
-        if self.refuse_rollback or not self.can_rollback:
+        if self.refuse_rollback or self.length(slot) - length > self.reach(slot):
             raise RollbackError("toy: told to refuse")
+        self._reach = {}
         del self.slots[slot][length:]
 
+    def checkpoint(self, slot: int) -> bytes:
+        assert self.has_state
+        return bytes(self.slots[slot])
+
+    def rewind(self, slot: int, length: int, data: bytes) -> None:
+        if self.refuse_rollback:
+            raise RollbackError("toy: told to refuse")
+        assert list(data) == self.slots[slot][:length], "a checkpoint of another text"
+        self._reach = {}
+        self.slots[slot] = list(data)
+
     def clear(self, slot: int) -> None:
+        self._reach = {}
         self.slots[slot] = []
 
     def wipe(self) -> None:
