@@ -33,13 +33,13 @@ def models() -> None:
 @_verbose
 def list_pairs(as_json: bool, registry: Path | None) -> None:
     """Every pair: its size, the memory it needs, whether it fits this machine and is here."""
-    from specllama import models as registered
+    from specllama import listing
 
-    listed = registered.rows(_load(registry))
+    rows = listing.rows(_load(registry))
     if as_json:
-        click.echo(json.dumps([registered.as_object(row) for row in listed], indent=1))
+        click.echo(json.dumps([listing.as_object(row) for row in rows], indent=1))
     else:
-        click.echo(registered.table(listed))
+        click.echo(listing.table(rows))
 
 
 @models.command()

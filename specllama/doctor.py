@@ -155,9 +155,9 @@ def _build() -> dict[str, Any]:
 
 
 def _pairs() -> list[dict[str, str]]:
-    from specllama import models, registry
+    from specllama import listing, registry
 
-    rows = models.rows(registry.load_registry())
+    rows = listing.rows(registry.load_registry())
     return [{"name": row.spec.name, "here": row.here} for row in rows if row.here != "no"]
 
 
@@ -166,7 +166,7 @@ def _pairs() -> list[dict[str, str]]:
 
 def _advice(report: dict[str, Any]) -> Iterable[str]:
     yield from _missing(report)
-    yield from _threads(report["processor"])
+    yield from _load(report["processor"])
     if report["build"] is not None:
         yield from _building(report["build"], report["processor"]["features"])
     if report.get("measured"):
@@ -183,14 +183,7 @@ def _missing(report: dict[str, Any]) -> Iterable[str]:
         yield f"only {available} GiB of memory are free; close other programs"
 
 
-def _threads(machine: dict[str, Any]) -> Iterable[str]:
-    quota, threads = machine["quota"], machine["threads"]
-    if quota is not None and quota < threads:
-        few = max(1, int(quota))
-        yield (
-            f"this container may use {quota:g} processors' time, and {threads} threads would wait "
-            f"for it: use --threads {few}"
-        )
+def _load(machine: dict[str, Any]) -> Iterable[str]:
     load = machine["load"]
     if load is not None and load > 0.5 * machine["processors"]:
         yield (

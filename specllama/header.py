@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import stat
 import struct
 from pathlib import Path
 from typing import BinaryIO
 
 from specllama.errors import ModelError
-
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})\.gguf$")
+from specllama.parts import part_paths
 
 # Bytes per value of metadata, by the type numbers of the GGUF specification.
 _STRING, _ARRAY = 8, 9
@@ -56,16 +53,7 @@ def check_file(path: Path) -> None:
 
 def damage(path: Path) -> ModelError | None:
     """What is missing from a model that does not load, or None when it has its full size."""
-    return next((error for part in _parts(path) if (error := _cut(part)) is not None), None)
-
-
-def _parts(path: Path) -> list[Path]:
-    """The files of a split model, or the file alone."""
-    found = _SPLIT.search(path.name)
-    if found is None:
-        return [path]
-    stem, n_parts = path.name[: found.start()], int(found[1])
-    return [path.with_name(f"{stem}-{i:05}-of-{n_parts:05}.gguf") for i in range(1, n_parts + 1)]
+    return next((error for part in part_paths(path) if (error := _cut(part)) is not None), None)
 
 
 def _cut(path: Path) -> ModelError | None:
@@ -83,11 +71,6 @@ def _cut(path: Path) -> ModelError | None:
     return ModelError(
         f"{path} is incomplete: it has {size:,} of {expected:,} bytes; download it again"
     )
-
-
-def stem(path: Path) -> str:
-    """What the names of all parts of a model begin with, links resolved."""
-    return _SPLIT.sub("", os.path.realpath(path))
 
 
 class CutHeader(Exception):
@@ -113,7 +96,7 @@ def tensor_bytes(path: Path) -> dict[bytes, int] | None:
     Raises OSError.
     """
     sizes: dict[bytes, int] = {}
-    for part in _parts(path):
+    for part in part_paths(path):
         with part.open("rb") as file:
             try:
                 sizes |= _Header(file).tensor_sizes()

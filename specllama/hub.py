@@ -21,7 +21,8 @@ from specllama import pulled
 from specllama.errors import HubError
 from specllama.hub_cache import cache_dir, is_sha256, storage
 from specllama.hub_errors import endpoint, offline, told
-from specllama.sources import HubFile, describe, part_names
+from specllama.parts import part_names
+from specllama.sources import HubFile, describe
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +55,10 @@ class Remote:
 
 def look_up(source: HubFile) -> list[Remote]:
     """What the hub says of a model's files, first part first. Raises HubError."""
-    remotes = [_head(source, file) for file in part_names(source.file)]
+    first, *others = part_names(source.file)
+    remotes = [_head(source, first, source.revision)]
+    # Of one commit, though the branch may move meanwhile.
+    remotes += [_head(source, file, remotes[0].commit) for file in others]
     wanted, had = source.sha256, remotes[0].etag
     if wanted and is_sha256(had) and had != wanted:
         raise HubError(
@@ -64,7 +68,8 @@ def look_up(source: HubFile) -> list[Remote]:
     return remotes
 
 
-def _head(source: HubFile, file: str) -> Remote:
+def _head(source: HubFile, file: str, at: str) -> Remote:
+    """What the hub says of a file at a revision, or at the commit that it stands for."""
     from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
     what = HubFile(source.repo, file, source.revision)
@@ -74,7 +79,7 @@ def _head(source: HubFile, file: str) -> Remote:
             f"unset the variable to pull it, or use what is in the cache at {cache_dir()}"
         )
     with told(what):
-        url = hf_hub_url(source.repo, file, revision=source.revision)
+        url = hf_hub_url(source.repo, file, revision=at)
         found = get_hf_file_metadata(url)
     commit, etag, size = found.commit_hash or "", found.etag or "", found.size
     if size is None or not (_FOLDER_NAME.fullmatch(commit) and _FOLDER_NAME.fullmatch(etag)):
@@ -96,7 +101,12 @@ def choose_file(repo: str, revision: str = "main", part_of_name: str = "") -> Hu
         )
     with told(whole):
         files = HfApi().list_repo_files(repo, revision=revision)
-    models = [name for name in files if name.lower().endswith(".gguf")]
+    # "mmproj" files turn pictures into tokens of a model; they are none themselves.
+    models = [
+        name
+        for name in files
+        if name.lower().endswith(".gguf") and not Path(name).name.lower().startswith("mmproj")
+    ]
     firsts = sorted({part_names(name)[0] for name in models})
     chosen = [name for name in firsts if part_of_name.lower() in name.lower()]
     if len(chosen) == 1:
@@ -116,6 +126,18 @@ def choose_file(repo: str, revision: str = "main", part_of_name: str = "") -> Hu
 def missing(remotes: Sequence[Remote]) -> list[Remote]:
     """Those that have yet to come."""
     return [remote for remote in remotes if not _has_right_size(remote)]
+
+
+def sweep(repo: str, announce: Callable[[str], None] = log.info) -> None:
+    """Delete what downloads from a repository have left that were killed."""
+    from huggingface_hub.utils import WeakFileLock  # type: ignore[attr-defined]
+
+    for folder in (storage(repo) / _STAGING).glob("*/"):
+        lock = folder.with_name(f"{folder.name}.lock")
+        # One that is under way holds its lock, and stays.
+        with contextlib.suppress(TimeoutError, OSError), WeakFileLock(lock, timeout=0.05):
+            shutil.rmtree(folder)
+            announce(f"an earlier download from {repo} was cut off; it starts over")
 
 
 def require_space(remotes: Sequence[Remote]) -> None:
@@ -159,9 +181,6 @@ def _download(remote: Remote, blob: Path, announce: Callable[[str], None]) -> No
 
     source = HubFile(remote.repo, remote.file, remote.revision)
     staging = storage(remote.repo) / _STAGING / remote.etag[:16]
-    if staging.exists():
-        announce(f"an earlier download of {remote.name} was cut off; it starts over")
-        shutil.rmtree(staging, ignore_errors=True)
     try:
         with told(source, cache_dir()):
             arrived = hf_hub_download(

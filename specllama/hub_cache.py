@@ -14,7 +14,8 @@ from pathlib import Path
 from specllama import pulled
 from specllama.errors import ModelError
 from specllama.hub_errors import offline
-from specllama.sources import HubFile, describe, hub_text, part_names
+from specllama.parts import part_names
+from specllama.sources import HubFile, describe, hub_text
 
 
 def cache_dir() -> Path:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import urlsplit, urlunsplit
 
 from specllama.errors import HubError, SpecllamaError
 from specllama.sources import HubFile, describe
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_CREDENTIALS = re.compile(r"://[^\s/]*@")
 _LOGIN = "`hf auth login`, or HF_TOKEN"
 
 
@@ -27,8 +29,7 @@ def endpoint() -> str:
     """The hub's address for messages: without a user name and a password in it."""
     from huggingface_hub import constants
 
-    parts = urlsplit(constants.ENDPOINT)
-    return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return _redacted(constants.ENDPOINT)
 
 
 @contextlib.contextmanager
@@ -38,6 +39,8 @@ def told(source: HubFile, folder: Path | None = None) -> Iterator[None]:
     folder: where files are written, once the hub has answered. The original error is left out of
     the chain: it can hold a token, in the value of a header that was refused.
     """
+    for handler in logging.getLogger("huggingface_hub").handlers:
+        handler.addFilter(_redact)
     try:
         yield
     except SpecllamaError:
@@ -110,9 +113,7 @@ def _refused(source: HubFile, error: Exception, status: int, headers: object) ->
 
 
 def _unauthorised(source: HubFile, page: str) -> str:
-    from huggingface_hub import get_token
-
-    if get_token():
+    if _token():
         return (
             f"the hub does not take this token for {source.repo} (HTTP 401); check the name on "
             f"{page}, or give another token ({_LOGIN})"
@@ -135,9 +136,23 @@ def _not_written(source: HubFile, error: OSError, folder: Path) -> str:
 
 
 def _redacted(text: str) -> str:
-    from huggingface_hub import get_token
-
-    for secret in (os.environ.get("HF_TOKEN"), get_token()):
+    """A text without the token, and without the user and password in any address."""
+    for secret in (os.environ.get("HF_TOKEN"), _token()):
         if secret and secret.strip():
             text = text.replace(secret, "***").replace(secret.strip(), "***")
-    return text
+    return _CREDENTIALS.sub("://", text)
+
+
+def _token() -> str | None:
+    from huggingface_hub import get_token
+
+    try:
+        return get_token()
+    except Exception:  # one that has to be asked for, and is not given
+        return None
+
+
+def _redact(record: logging.LogRecord) -> bool:
+    """Let huggingface-hub's own warnings pass, without what nobody should read."""
+    record.msg, record.args = _redacted(record.getMessage()), None
+    return True

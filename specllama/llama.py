@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specllama import devices, header, interrupts
+from specllama import devices, header, interrupts, parts
 from specllama.errors import (
     DecodeError,
     ModelError,
@@ -71,7 +71,7 @@ class _Loading:
     def __init__(self, native: Native, path: Path) -> None:
         self._native = native
         # A split model is mapped part by part.
-        self._prefix = header.stem(path)
+        self._prefix = parts.stem(path)
         self._next = 0.0
         self.callback = lib.llama_progress_callback(self._progress)
 

@@ -35,6 +35,7 @@ from specllama.folders import cache_folder
 from specllama.generation import Pair
 from specllama.lm import CachedLM
 from specllama.lookahead import MAX_DRAFT_TOKENS, FixedLength
+from specllama.parts import first_part
 from specllama.placement import Cache, Decoding, Placement
 from specllama.vocabulary_map import VocabularyMap
 
@@ -104,8 +105,10 @@ def _given(
     text = Path(name).as_posix() if isinstance(name, Path) else os.fspath(name)
     if text.startswith(sources.HUB_PREFIX) and not os.path.lexists(text):
         return hub_cache.locate(sources.parse_hub(text))
-    if os.path.lexists(text) or not registry.is_pair_name(text):
-        return Path(name)
+    if os.path.lexists(text):
+        return first_part(Path(name))
+    if not registry.is_pair_name(text):
+        return first_part(Path(os.path.expanduser(name)))
     try:
         spec = registry.load_registry(models).pair(text)
     except UsageError as error:
@@ -245,7 +248,7 @@ def load(
             joint = pairing.join(target.tokenizer, small.tokenizer)
             shared = joint.map
             size, problems = _draft_size(small, n_ctx, ctx_size_draft)
-            notices += [*_other_tokens(small, joint), *problems]
+            notices += [*_other_tokens(small, joint), *notes.of_draft(small, size), *problems]
             if size:
                 draft_lm, problems = _draft_lm(small, size, decoding_draft, n_slots, drafter)
                 notices += problems

@@ -1,105 +1,21 @@
-"""What `specllama models` does: list the pairs, fetch them, find them, add some, remove some."""
+"""What `specllama models` does: fetch pairs, find them, add some, remove some."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from specllama import check, hub, hub_cache, memory, own_registry, pulled, registry, sources
-from specllama.errors import ModelError, SpecllamaError, UsageError
+from specllama import check, hub, hub_cache, listing, own_registry, pulled, registry, sources
+from specllama.errors import ModelError, UsageError
 from specllama.hub_errors import offline
 from specllama.loading import Files, prepare
+from specllama.parts import part_paths
 from specllama.registry import PairSpec, Registry
 from specllama.sources import HubFile, LocalFile, Requantised, Source
 
 Announce = Callable[[str], None]
-
-_SPARE_GB = 1.0
-_NOMINAL = 0.95  # a machine of 16 GB shows a little less than 16 x 10^9 bytes
-
-
-@dataclass(frozen=True)
-class Row:
-    """A pair as `list` shows it. fits: on this machine, None where that cannot be told."""
-
-    spec: PairSpec
-    fits: bool | None
-    here: str  # "yes", "no", or "part" when one of the two files is there
-
-
-def rows(found: Registry) -> list[Row]:
-    """Every pair of a registry, with what this machine makes of it. Opens no socket."""
-    physical = memory.physical_bytes()
-    listed = []
-    for spec in found.pairs:
-        present = {_is_here(spec.target), _is_here(spec.draft)}
-        here = "part" if len(present) == 2 else "yes" if True in present else "no"
-        listed.append(Row(spec, _fits(spec, physical), here))
-    return listed
-
-
-def as_object(row: Row) -> dict[str, object]:
-    """A row for JSON."""
-    spec = row.spec
-    return {
-        "name": spec.name,
-        "target": sources.describe(spec.target),
-        "draft": sources.describe(spec.draft),
-        "about": spec.about,
-        "licence": spec.licence,
-        "gated": spec.gated,
-        "context": spec.context,
-        "cache": spec.cache,
-        "size_gb": spec.size_gb,
-        "memory_gb": spec.memory_gb,
-        "gpu_memory_gb": spec.gpu_memory_gb,
-        "fits": row.fits,
-        "here": row.here,
-        "registry": str(spec.registry),
-    }
-
-
-def table(listed: Sequence[Row]) -> str:
-    """The rows as text, a line each."""
-    head = ("name", "size", "memory", "fits", "here", "what it is for")
-    cells = [head, *(_cells(row) for row in listed)]
-    widths = [max(len(line[column]) for line in cells) for column in range(5)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column in (1, 2) else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, [*widths, 0], strict=True))
-        ).rstrip()
-        for line in cells
-    )
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    spec = row.spec
-    about = (spec.about or sources.describe(spec.target)) + (" Gated." if spec.gated else "")
-    size, needed = (f"{gb:g} GB" if gb else "?" for gb in (spec.size_gb, spec.memory_gb))
-    fits = {True: "yes", False: "no", None: "?"}[row.fits]
-    return spec.name, size, needed, fits, row.here, about
-
-
-def _fits(spec: PairSpec, physical: int | None) -> bool | None:
-    needed = spec.memory_gb or (spec.size_gb and spec.size_gb + _SPARE_GB)
-    if physical is None or needed is None:
-        return None
-    return physical >= _NOMINAL * needed * 1e9
-
-
-def _is_here(source: Source) -> bool:
-    if isinstance(source, Requantised):
-        return _is_here(source.source)
-    try:
-        if isinstance(source, HubFile):
-            return all(hub_cache.find(source))
-        return sources.locate(source).is_file()
-    except SpecllamaError:
-        return False
 
 
 # --- pull and path ---------------------------------------------------------------------------
@@ -133,6 +49,8 @@ def pull(wanted: Sequence[Source], announce: Announce, again: str | None = None)
     files = list(dict.fromkeys(filter(None, (_hub_file(source) for source in wanted))))
     if offline():
         files = []  # what is in the cache is found below, and what is not is named there
+    for repo in dict.fromkeys(file.repo for file in files):
+        hub.sweep(repo, announce)
     looked_up = [(file, hub.look_up(file)) for file in files]
     remotes = [remote for _, each in looked_up for remote in each]
     hub.require_space(remotes)
@@ -201,7 +119,7 @@ def add(
     report = check.examine(Files(paths[0], paths[1]))
     if report.refusal:
         raise ModelError(f"{report.refusal}; nothing was added")
-    size = sum(part.stat().st_size for path in paths for part in _parts(path)) / 1e9
+    size = sum(part.stat().st_size for part in _files(paths)) / 1e9
     size_gb = round(size, 2) or None
     spec = PairSpec(name, large, small, licence=licence, about=about, size_gb=size_gb)
     own_registry.add(spec)
@@ -214,10 +132,10 @@ def _given(text: str) -> HubFile | LocalFile:
     return LocalFile(Path(os.path.abspath(os.path.expanduser(text))))
 
 
-def _parts(path: Path) -> Iterator[Path]:
-    for name in sources.part_names(path.name):
-        if path.with_name(name).is_file():
-            yield path.with_name(name)
+def _files(models: Sequence[Path]) -> Iterator[Path]:
+    """All files of models that are given by their first."""
+    for path in models:
+        yield from (part for part in part_paths(path) if part.is_file())
 
 
 def remove(name: str, found: Registry) -> Iterator[str]:
@@ -246,7 +164,7 @@ def remove(name: str, found: Registry) -> Iterator[str]:
 def _remove_unused(file: HubFile, found: Registry, name: str) -> Iterator[str]:
     users = [
         row.spec.name
-        for row in rows(found)
+        for row in listing.rows(found)
         if row.here == "yes"
         and row.spec.name != name
         and file in (_hub_file(row.spec.target), _hub_file(row.spec.draft))
@@ -258,7 +176,7 @@ def _remove_unused(file: HubFile, found: Registry, name: str) -> Iterator[str]:
 
 
 def _remove_copy(source: Requantised, found: Registry, name: str) -> Iterator[str]:
-    if not _is_here(source):
+    if not listing.is_here(source):
         return
     for other in found.pairs:
         if other.name != name and source in (other.target, other.draft):

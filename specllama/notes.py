@@ -34,6 +34,17 @@ def of_target(target: llama.Model, n_ctx: int) -> list[str]:
     return found
 
 
+def of_draft(draft: llama.Model, n_ctx: int) -> list[str]:
+    """Of a context that is longer than the draft was trained for."""
+    if n_ctx <= draft.n_ctx_train:
+        return []
+    return [
+        f"the draft {draft.name} was trained for {draft.n_ctx_train} tokens, so in a context of "
+        f"{n_ctx} little of what it proposes beyond them may be kept; --ctx-size-draft 0 lets it "
+        "see no more than that"
+    ]
+
+
 def of_options(target: Placement, draft: Placement, *caches: Cache) -> list[str]:
     """Of options that this build ignores, and of what a cache type brings with it."""
     found = []
@@ -54,11 +65,12 @@ def of_options(target: Placement, draft: Placement, *caches: Cache) -> list[str]
 
 
 def of_threads(threads: int) -> list[str]:
-    """Of more threads than processors."""
-    usable = processor.usable()
-    if threads <= usable:
+    """Of more threads than physical cores."""
+    cores = processor.cores()
+    if threads <= cores:
         return []
+    share = "1 core" if cores == 1 else f"{cores} cores"
     return [
-        f"{threads} threads share the {usable} processors that this process may use, and wait for "
-        "each other; fewer are faster (--threads)"
+        f"{threads} threads share the {share} that this process may use, and wait for each other; "
+        f"--threads {cores} is likely faster"
     ]

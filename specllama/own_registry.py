@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from specllama.errors import UsageError
+from specllama.errors import SpecllamaError, UsageError
 from specllama.folders import write_whole
 from specllama.registry import PairSpec, load_registry, own_path
 from specllama.sources import FileSource, HubFile, LocalFile, PackageFile, Requantised, Source
@@ -14,6 +16,7 @@ from specllama.sources import FileSource, HubFile, LocalFile, PackageFile, Requa
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
+LOCK_SECONDS = 10.0
 _KEYS = (
     *("licence", "about", "context", "cache", "gated", "size_gb", "memory_gb", "gpu_memory_gb"),
     "chat_template",
@@ -33,12 +36,11 @@ def require_free(name: str) -> None:
 def add(spec: PairSpec) -> None:
     """Write a pair at the end of the user's own registry, which is made if there is none.
 
-    Raises UsageError for a text that TOML cannot hold, OSError.
+    Raises UsageError for a name that is taken meanwhile and for a text that TOML cannot hold,
+    SpecllamaError while another process is writing, OSError.
     """
     import tomlkit
 
-    document = _read()
-    pairs: Any = document.setdefault("pairs", tomlkit.table(is_super_table=True))
     table = tomlkit.table()
     table.add("target", _inline(spec.target))
     table.add("draft", _inline(spec.draft))
@@ -46,21 +48,46 @@ def add(spec: PairSpec) -> None:
         value = getattr(spec, key)
         if value not in (None, False):
             table.add(key, value)
-    pairs[spec.name] = table
-    _write(document)
+    with _locked():
+        require_free(spec.name)
+        document = _read()
+        pairs: Any = document.setdefault("pairs", tomlkit.table(is_super_table=True))
+        pairs[spec.name] = table
+        _write(document)
 
 
 def remove(name: str) -> bool:
-    """Take a pair out of the user's own registry; whether it was there. Raises OSError."""
+    """Take a pair out of the user's own registry; whether it was there.
+
+    Raises SpecllamaError while another process is writing, OSError.
+    """
     if not os.path.lexists(own_path()):
         return False
-    document = _read()
-    pairs: Any = document.get("pairs", {})
-    if name not in pairs:
-        return False
-    del pairs[name]
-    _write(document)
-    return True
+    with _locked():
+        document = _read()
+        pairs: Any = document.get("pairs", {})
+        if name not in pairs:
+            return False
+        del pairs[name]
+        _write(document)
+        return True
+
+
+@contextlib.contextmanager
+def _locked() -> Iterator[None]:
+    """Keep another specllama from writing the file; the kernel frees a dead one's lock."""
+    from filelock import FileLock, Timeout
+
+    path = Path(os.path.realpath(own_path()))
+    lock = path.with_name(f".{path.name}.lock")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(lock, timeout=LOCK_SECONDS):
+            yield
+    except Timeout:
+        raise SpecllamaError(
+            f"another process is writing {path}; wait until it is done, or end it (it holds {lock})"
+        ) from None
 
 
 def _read() -> TOMLDocument:

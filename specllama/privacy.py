@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import re
 import socket
 from pathlib import Path
@@ -28,8 +29,8 @@ def anonymous(value: Any, names: dict[str, str], home: Path | None = None) -> An
         return [anonymous(each, names, home) for each in value]
     if not isinstance(value, str):
         return value
-    folder = str(home or Path.home()).rstrip("/\\")
-    if folder:
+    folder = str(home or os.path.expanduser("~")).rstrip("/\\")
+    if os.path.isabs(folder):  # not in a container without users
         value = re.sub(rf"{re.escape(folder)}(?![^/\\\s\"':;,])", "~", value)
     for name, instead in names.items():
         value = re.sub(rf"(?<![\w.-]){re.escape(name)}(?![\w-])", instead, value)

@@ -36,20 +36,24 @@ def usable() -> int:
         return os.cpu_count() or 1
 
 
-def cores() -> int:
-    """How many physical cores this process may use."""
+def cores(root: Path = Path("/")) -> int:
+    """How many physical cores this process may keep busy, those of a container's quota at most.
+
+    root: where /sys is.
+    """
     try:
         numbers = os.sched_getaffinity(0)
     except AttributeError:  # not on every platform
         return max(1, os.cpu_count() or 1)
     found = set()
     for number in numbers:
-        siblings = Path(f"/sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list")
+        siblings = root / f"sys/devices/system/cpu/cpu{number}/topology/thread_siblings_list"
         try:
             found.add(siblings.read_text())
         except OSError:
             found.add(str(number))
-    return max(1, len(found))
+    limit = quota(root)
+    return max(1, len(found) if limit is None else min(len(found), int(limit)))
 
 
 def quota(root: Path = Path("/")) -> float | None:

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from specllama.folders import config_folder, write_whole
-from specllama.sources import HubFile, part_names
+from specllama.parts import part_names
+from specllama.sources import HubFile
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,13 @@ def _read(path: Path) -> Pulled | None:
     try:
         values: Any = json.loads(path.read_bytes())
         parts = tuple(Part(**part) for part in values.pop("parts"))
-        return Pulled(**values, parts=parts)
-    except (OSError, ValueError, TypeError, AttributeError, KeyError):
+        record = Pulled(**values, parts=parts)
+        return record if _is_sound(record) else None
+    except (OSError, ValueError, TypeError, AttributeError, KeyError, RecursionError):
         return None
+
+
+def _is_sound(record: Pulled) -> bool:
+    texts = [record.repo, record.file, record.revision, record.commit]
+    texts += [text for part in record.parts for text in (part.file, part.etag)]
+    return all(isinstance(text, str) for text in texts) and ".." not in "/".join(texts).split("/")

@@ -89,7 +89,8 @@ def load_registry(path: Path | None = None) -> Registry:
     be read or says something that it should not.
     """
     if path is not None:
-        return Registry((Path(path),), _read(Path(path)))
+        path = Path(os.path.expanduser(path))
+        return Registry((path,), _read(path))
     shipped = Registry((shipped_path(),), _read(shipped_path()))
     if not os.path.lexists(own_path()):
         return shipped

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from specllama.errors import ModelError, UsageError
 from specllama.folders import cache_folder
+from specllama.parts import first_part
 
 HUB_PREFIX = "hf:"
 REPO = r"[\w.-]+/[\w.-]+"
-_SPLIT = re.compile(r"-\d{5}-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -89,15 +89,6 @@ def hub_text(source: HubFile) -> str:
     return f"{HUB_PREFIX}{source.repo}/{source.file}{at}"
 
 
-def part_names(file: str) -> tuple[str, ...]:
-    """The files of the model that a file is of, first part first: all of a split one, or itself."""
-    found = _SPLIT.search(file)
-    if found is None:
-        return (file,)
-    stem, count = file[: found.start()], int(found[1])
-    return tuple(f"{stem}-{i:05}-of-{count:05}{found[2]}" for i in range(1, count + 1)) or (file,)
-
-
 def locate(source: LocalFile | PackageFile) -> Path:
     """The existing file that a source means; ModelError with the next step when it is absent."""
     if isinstance(source, LocalFile):
@@ -133,7 +124,7 @@ def _identity(source: FileSource, path: Path) -> str:
 def _locate_local(source: LocalFile) -> Path:
     # os.path, because Path.is_file raises where a parent folder may not be entered.
     if os.path.isfile(source.path):
-        return source.path
+        return first_part(source.path)
     if os.path.isdir(source.path):
         raise ModelError(f"{source.path} is a folder; name the .gguf file inside it")
     if os.path.islink(source.path):

@@ -11,6 +11,8 @@ from typing import NoReturn
 from specllama.errors import UsageError
 from specllama.suggestions import nearest
 
+_LARGEST = 1e15  # of anything that is counted here, so that no sum overflows
+
 
 def read_toml(path: Path) -> Table:
     """The top table of a file; a byte-order mark is tolerated. Raises UsageError."""
@@ -24,6 +26,8 @@ def read_toml(path: Path) -> Table:
         raise UsageError(f"{path} is not UTF-8 text; save it as UTF-8") from None
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}; correct the line") from None
+    except ValueError as error:  # a number with more digits than Python converts
+        raise UsageError(f"{path} cannot be read: {error}; correct the number") from None
     except RecursionError:
         raise UsageError(f"{path} is not valid TOML: nested too deeply; correct it") from None
 
@@ -69,7 +73,7 @@ class Table:
         if value is None:
             return None
         if not isinstance(value, str) or not value.strip():
-            self.refuse(f"{self.key(key)} must be a text in quotes, not {value!r}", key)
+            self.refuse(f"{self.key(key)} must be a text in quotes, not {_shown(value)}", key)
         if "\0" in value:
             self.refuse(f"{self.key(key)} must not contain a null character", key)
         return value
@@ -81,22 +85,23 @@ class Table:
             return None
         # A bool is an int to Python, and the comparison is false for "nan".
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < float("inf"):  # type: ignore[operator]
-            self.refuse(f"{self.key(key)} must be a number above 0, not {value!r}", key)
+        if not number or not 0 < value < _LARGEST:  # type: ignore[operator]
+            wanted = "must be a number above 0 and below 1e15"
+            self.refuse(f"{self.key(key)} {wanted}, not {_shown(value)}", key)
         return value  # type: ignore[return-value]
 
     def optional_count(self, key: str) -> int | None:
         """A whole number above 0, or None when it is left out."""
         value = self.optional_number(key)
         if value is not None and not isinstance(value, int):
-            self.refuse(f"{self.key(key)} must be a whole number, not {value!r}", key)
+            self.refuse(f"{self.key(key)} must be a whole number, not {_shown(value)}", key)
         return value
 
     def truth(self, key: str) -> bool:
         """true or false; false when it is left out."""
         value = self.values.get(key, False)
         if not isinstance(value, bool):
-            self.refuse(f"{self.key(key)} must be true or false, not {value!r}", key)
+            self.refuse(f"{self.key(key)} must be true or false, not {_shown(value)}", key)
         return value
 
     def table(self, key: str) -> Table:
@@ -105,8 +110,17 @@ class Table:
             self.refuse(f"{self.key(key)} is missing; add it")
         value = self.values[key]
         if not isinstance(value, dict):
-            self.refuse(f"{self.key(key)} must be a table, not {value!r}", key)
+            self.refuse(f"{self.key(key)} must be a table, not {_shown(value)}", key)
         return Table(self.path, self.content, (*self.place, key), value)
+
+
+def _shown(value: object) -> str:
+    """A value in few characters."""
+    try:
+        text = repr(value)
+    except ValueError:  # a number with more digits than Python converts
+        return "so large a number"
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def did_you_mean(word: str, known: Collection[str]) -> str | None:

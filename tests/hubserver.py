@@ -41,6 +41,7 @@ class Faults:
     garble: Callable[[bytes], bytes] = bytes  # what a content is turned into
     claimed_size: int | None = None  # what the hub says of every size
     login_page: bool = False  # somebody else answers in the hub's place
+    moves: Callable[[], None] | None = None  # what happens after the next answer of the hub
 
 
 class HubServer:
@@ -50,6 +51,7 @@ class HubServer:
         self.files: dict[str, dict[str, bytes]] = {}
         self.faults = Faults()
         self.requests: list[Request] = []
+        self._commits: dict[str, dict[str, bytes]] = {}
         self._servers = {place: self._server(place) for place in ("hub", "content")}
 
     def close(self) -> None:
@@ -64,9 +66,11 @@ class HubServer:
         return self._url("hub")
 
     def commit(self, repo: str) -> str:
-        """The newest commit, which changes with every file."""
+        """The newest commit, which changes with every file; older ones stay."""
         content = repr(sorted(self.files[repo].items())).encode()
-        return hashlib.sha1(content).hexdigest()
+        commit = hashlib.sha1(content).hexdigest()
+        self._commits[commit] = dict(self.files[repo])
+        return commit
 
     def asked(self, place: str, method: str = "GET") -> list[Request]:
         """The requests so far of one kind."""
@@ -136,15 +140,19 @@ class HubServer:
             code = 404 if request.headers.get("Authorization") else 401
             _send(request, code, {"X-Error-Code": "RepoNotFound"}, b"")
             return
-        commit = self.commit(repo)
-        if revision not in ("main", "v1", commit):
+        commit = self.commit(repo) if revision in ("main", "v1") else revision
+        if self.faults.moves is not None:
+            move, self.faults.moves = self.faults.moves, None
+            move()
+        files = self._commits.get(commit)
+        if files is None:
             _send(request, 404, {"X-Error-Code": "RevisionNotFound"}, b"")
             return
-        if name not in self.files[repo]:
+        if name not in files:
             missing = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit}
             _send(request, 404, missing, b"")
             return
-        data = self.files[repo][name]
+        data = files[name]
         if not name.endswith(".gguf"):  # kept in Git, with the checksum of Git
             _send(request, 200, {"X-Repo-Commit": commit, "ETag": f'"{_git_sha1(data)}"'}, data)
             return
@@ -162,7 +170,8 @@ class HubServer:
         if "content" in self.faults.status:
             _send(request, *self.faults.status["content"], b"")
             return
-        contents = (data for files in self.files.values() for data in files.values())
+        kept = (*self.files.values(), *self._commits.values())
+        contents = (data for files in kept for data in files.values())
         wanted = request.path.lstrip("/")
         data = next(data for data in contents if hashlib.sha256(data).hexdigest() == wanted)
         data = self.faults.garble(data)

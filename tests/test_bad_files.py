@@ -207,14 +207,17 @@ def test_a_split_model_is_whole_or_names_the_part_that_is_not(tmp_path: Path) ->
     first, second, third = write_split_model(tmp_path)
     assert second.name == "model-00002-of-00003.gguf"
     arguments = ["-t", "1", "-n", "2", "--drafter", "none", "hello"]
-    assert specllama("generate", "-m", first, *arguments).code == 0
-    expect_refusal(specllama("generate", "-m", second, *arguments), 3, "first split")
+    whole = specllama("generate", "-m", first, *arguments)
+    assert whole.code == 0 and whole.text
+    assert specllama("generate", "-m", second, *arguments, "-s", "1").code == 0
     content = second.read_bytes()
     second.write_bytes(content[:-1])
     cut = specllama("generate", "-m", first, *arguments)
     expect_refusal(cut, 3, second.name, f"{len(content) - 1:,} of {len(content):,} bytes")
     second.unlink()
     expect_refusal(specllama("generate", "-m", first, *arguments), 3, second.name, "is missing")
+    first.rename(first.with_name("first.gguf"))
+    expect_refusal(specllama("generate", "-m", third, *arguments), 3, first.name, "is missing")
     third.rename(first.with_name("renamed.gguf"))
     expect_refusal(specllama("generate", "-m", third.parent / "renamed.gguf", *arguments), 3)
 

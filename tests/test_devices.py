@@ -13,7 +13,7 @@ from command import Result, specllama
 from tiny import tiny
 from toys import Noisy, Table, ToyContext
 
-from specllama import devices, llama, native
+from specllama import devices, llama, native, notes, processor
 from specllama.acceptance import verify_block, verify_tokens
 from specllama.drafting import ModelDrafter, NullDrafter, SequenceState
 from specllama.errors import UsageError
@@ -277,10 +277,15 @@ def test_a_benchmark_tells_where_each_model_lies_and_with_how_many_threads() -> 
     assert "draft: 3/3 layers on CPU, 2 threads" in result.text
 
 
-def test_more_threads_than_processors_are_worth_a_note() -> None:
+def test_more_threads_than_cores_are_worth_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     result = ask("-td", "200")
     assert (result.code, result.text) == (0, PLAIN_TEXT)
-    assert "200 threads share" in result.err
+    [note] = result.err.splitlines()
+    assert "200 threads share" in note and f"--threads {processor.cores()}" in note
+    monkeypatch.setattr(processor, "cores", lambda: 4)
+    assert notes.of_threads(4) == []
+    [note] = notes.of_threads(5)  # also where two processors are one core
+    assert "5 threads share the 4 cores" in note
 
 
 # --- a draft context smaller than the target's --------------------------------------------------
@@ -374,6 +379,14 @@ def test_a_draft_that_was_trained_for_less_sees_the_end_and_goes_on_proposing() 
         stats = [c.stats for c in pair.generate("hello", GREEDY, max_tokens=300, seed=1,
                                                 ignore_eos=True)][-1]  # fmt: skip
     assert stats is not None and stats.draft_n > 200
+
+
+def test_a_draft_context_beyond_its_training_is_worth_a_note() -> None:
+    with load(model=tiny(context=512), draft=tiny(context=64, noise=0.02), threads=1,
+              ctx_size_draft=200, draft_tokens=3) as pair:  # fmt: skip
+        assert pair.draft is not None and pair.draft.n_ctx == 200
+        [note, _] = pair.notices
+    assert "was trained for 64 tokens" in note and "a context of 200" in note
 
 
 def test_a_draft_context_larger_than_the_targets_is_not_made() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -129,18 +130,12 @@ BUILD = {
 
 
 def test_an_idle_machine_with_all_it_has_needs_no_advice() -> None:
-    assert list(doctor._threads(MACHINE)) == []
+    assert list(doctor._load(MACHINE)) == []
     assert list(doctor._building(BUILD, ["AVX2", "FMA"])) == []
 
 
-def test_a_container_with_less_time_than_threads_is_told_how_many_to_use() -> None:
-    [advice] = doctor._threads({**MACHINE, "quota": 1.5})
-    assert "--threads 1" in advice
-    assert list(doctor._threads({**MACHINE, "quota": 4.0})) == []
-
-
 def test_a_busy_machine_is_told_that_it_is() -> None:
-    [advice] = doctor._threads({**MACHINE, "load": 6.0})
+    [advice] = doctor._load({**MACHINE, "load": 6.0})
     assert "6.0 of 8" in advice
 
 
@@ -205,3 +200,18 @@ def test_a_limit_of_processor_time_is_that_of_the_control_group(
 
 def test_no_more_cores_are_used_than_processors_are_usable() -> None:
     assert 1 <= processor.cores() <= processor.usable()
+
+
+def test_two_processors_of_one_core_are_one_and_a_container_has_its_quota(tmp_path: Path) -> None:
+    numbers = sorted(os.sched_getaffinity(0))
+    for number in numbers:
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{number}/topology"
+        folder.mkdir(parents=True)
+        (folder / "thread_siblings_list").write_text(f"{number // 2}\n")
+    cores = len({number // 2 for number in numbers})
+    assert processor.cores(tmp_path) == cores
+    limit = tmp_path / "sys/fs/cgroup/cpu.max"
+    limit.parent.mkdir(parents=True)
+    for quota, expected in (("50000", 1), ("150000", 1), (f"{cores}99999", cores)):
+        limit.write_text(f"{quota} 100000\n")
+        assert processor.cores(tmp_path) == expected

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +130,26 @@ def test_a_split_model_comes_whole_and_a_missing_part_is_named(server: HubServer
         pull(HubFile(REPO, parts[0]))
 
 
+def test_the_parts_of_a_model_are_of_one_commit_though_the_branch_moves(
+    server: HubServer,
+) -> None:
+    parts = [f"big-0000{i}-of-00002.gguf" for i in (1, 2)]
+    server.files[REPO] = {part: f"old {part}".encode() for part in parts}
+    commit = server.commit(REPO)
+
+    def move() -> None:
+        server.files[REPO] = {part: f"newer {part}".encode() for part in parts}
+
+    server.faults.moves = move
+    [path] = pull(HubFile(REPO, parts[0]))
+    both = [path.with_name(part).read_text() for part in parts]
+    assert both == [f"old {part}" for part in parts]
+    assert path == hub_cache.locate(HubFile(REPO, parts[0])) and commit in path.parts
+    [path] = pull(HubFile(REPO, parts[0]))
+    both = [path.with_name(part).read_text() for part in parts]
+    assert both == [f"newer {part}" for part in parts]
+
+
 def test_a_small_file_that_is_kept_in_git_is_verified_too(server: HubServer) -> None:
     server.files[REPO]["tiny.bin"] = b"small"
     [path] = pull(HubFile(REPO, "tiny.bin"))
@@ -199,7 +221,9 @@ def test_without_links_the_content_lies_there_once(
 
 
 def test_the_one_model_of_a_repository_is_chosen_and_several_are_listed(server: HubServer) -> None:
+    pictures = "mmproj-m-Q4_K_M.gguf"  # what makes tokens of them is no model
     server.files[REPO] = {"README.md": b"", "m-Q8_0.gguf": b"8", "m-Q4_K_M.gguf": b"4"}
+    server.files[REPO][pictures] = b"p"
     assert hub.choose_file(REPO, part_of_name="q4_k_m") == HubFile(REPO, "m-Q4_K_M.gguf")
     with pytest.raises(HubError, match=r"several models; .*: m-Q4_K_M\.gguf, m-Q8_0\.gguf"):
         hub.choose_file(REPO)
@@ -286,6 +310,35 @@ def test_a_password_in_the_endpoint_is_not_shown(
     assert "http://127.0.0.1:1" in (message := refusal()) and SECRET not in message
 
 
+def test_a_password_in_an_address_that_is_not_reached_is_not_shown(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    nowhere = f"http://me:{SECRET}@127.0.0.1:1"
+    monkeypatch.setattr(constants, "ENDPOINT", nowhere)
+    template = nowhere + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    said = refusal() + capfd.readouterr().err
+    assert "http://127.0.0.1:1" in said and SECRET not in said and "me:" not in said
+    with pytest.raises(HubError) as caught, told(FILE):
+        raise ValueError(f"no proxy at http://me:{SECRET}@x@proxy:1/")
+    assert "http://proxy:1/" in str(caught.value) and SECRET not in str(caught.value)
+
+
+def test_a_token_that_cannot_be_had_is_no_other_trouble(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub
+
+    def no_exchange() -> str:
+        raise OSError("no token for this machine")
+
+    monkeypatch.setattr(huggingface_hub, "get_token", no_exchange)
+    assert "no repository o/n, or it is private" in refusal(HubFile("o/n", "x.gguf"))
+
+
 def test_no_network_is_said(server: HubServer, monkeypatch: pytest.MonkeyPatch) -> None:
     from huggingface_hub import constants
 
@@ -365,6 +418,23 @@ def test_a_checksum_of_the_registry_is_held_against_the_hubs(server: HubServer) 
     assert pull(right) == [hub_cache.locate(right)]
 
 
+def test_a_record_that_is_damaged_counts_as_none(server: HubServer, tmp_path: Path) -> None:
+    [path] = pull()
+    [file] = (tmp_path / "config" / "pulled").iterdir()
+    sound = json.loads(file.read_text())
+    part = sound["parts"][0]
+    for damaged in (
+        b"", b"\xff", b"[]", b"{}", b"[" * 10_000, sound | {"commit": 3}, sound | {"more": 1},
+        sound | {"parts": [part | {"etag": None}]}, sound | {"parts": [part | {"file": "../../x"}]},
+        sound | {"parts": 3}, sound | {"repo": [1]},
+    ):  # fmt: skip
+        data = damaged if isinstance(damaged, bytes) else json.dumps(damaged).encode()
+        file.write_bytes(data)
+        assert pulled.find(FILE) is None and pulled.every() == [], data[:80]
+        assert hub_cache.locate(FILE) == path
+    assert pull() == [path] and pulled.find(FILE) is not None
+
+
 # --- the disk ------------------------------------------------------------------------------------
 
 
@@ -374,6 +444,25 @@ def test_room_for_all_files_is_looked_for_before_the_first(server: HubServer) ->
     message = refusal(FILE, HubFile(REPO, "b.gguf"))
     assert "needs 200000000.00 GB" in message and "HF_HOME" in message
     assert server.asked("content") == []
+
+
+def test_what_a_killed_download_left_is_deleted_before_room_is_looked_for(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    staging = hub_cache.storage(REPO) / ".specllama"
+    ours, theirs = staging / ("a" * 16), staging / ("b" * 16)
+    for folder in (ours, theirs):
+        folder.mkdir(parents=True)
+        (folder / "x.incomplete").write_bytes(b"x" * 1000)
+
+    def room(_: Path) -> shutil._ntuple_diskusage:
+        return shutil._ntuple_diskusage(0, 0, 0 if ours.exists() else 10**9)
+
+    monkeypatch.setattr(shutil, "disk_usage", room)
+    with FileLock(theirs.with_name(f"{theirs.name}.lock")):  # that one is under way
+        pull()
+    assert not ours.exists() and theirs.exists()
+    assert said[0] == f"an earlier download from {REPO} was cut off; it starts over"
 
 
 def test_a_full_disk_is_said(server: HubServer, tmp_path: Path) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from command import Result, without_build_note
+from filelock import FileLock
 from hubserver import Faults, HubServer, point_at
 from tiny import CHECKOUT, tiny
 
-from specllama import memory, models
+from specllama import listing, memory, own_registry
 from specllama.cli import _run
+from specllama.errors import UsageError
 from specllama.loading import find_files, load
 from specllama.registry import PairSpec, Registry
 from specllama.sources import LocalFile
@@ -165,7 +168,7 @@ def test_what_fits_follows_from_the_memory(monkeypatch: pytest.MonkeyPatch) -> N
 
     def fits(physical: int | None, **known: float) -> bool | None:
         monkeypatch.setattr(memory, "physical_bytes", lambda: physical)
-        [row] = models.rows(Registry((), (PairSpec("x", file, file, **known),)))  # type: ignore[arg-type]
+        [row] = listing.rows(Registry((), (PairSpec("x", file, file, **known),)))  # type: ignore[arg-type]
         assert row.here == "yes"
         return row.fits
 
@@ -245,6 +248,17 @@ def test_a_chat_template_of_the_registry_replaces_the_files(person: Person) -> N
         assert pair.chat_template == template
 
 
+def test_a_tilde_that_the_shell_left_is_the_home_folder(
+    person: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(person.folder))
+    monkeypatch.setenv("USERPROFILE", str(person.folder))
+    (person.folder / "small é.gguf").write_bytes(tiny().read_bytes())
+    assert find_files(model="~/small é.gguf").target == person.folder / "small é.gguf"
+    assert person.runs("check", "--model=~/small é.gguf").text
+    assert "there is no file" in person.runs("check", "--model=~/x.gguf", code=3).err
+
+
 @pytest.mark.parametrize("fault", ["no file", "no model", "no hub"])
 def test_what_cannot_work_is_not_added(person: Person, fault: str) -> None:
     person.writes(HUB_PAIR)
@@ -268,6 +282,39 @@ def test_add_refuses_a_name_and_a_registry_that_are_not_right(person: Person) ->
     assert "a pair is named with" in person.runs("models", "add", "a b", *files, code=2).err
     person.writes("pairs = 3")
     assert "line 1" in person.runs("models", "add", "ab", *files, code=2).err
+
+
+def test_pairs_that_are_added_at_once_are_all_kept(person: Person) -> None:
+    person.writes(HUB_PAIR)
+    file = LocalFile(tiny())
+    names = [f"p{count}" for count in range(12)]
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: own_registry.add(PairSpec(name, file, file)), names))
+    assert set(tomllib.loads(person.own.read_text("utf-8"))["pairs"]) == {"tiny", *names}
+    with ThreadPoolExecutor(len(names)) as pool:
+        assert all(pool.map(own_registry.remove, names))
+    assert list(tomllib.loads(person.own.read_text("utf-8"))["pairs"]) == ["tiny"]
+
+
+def test_a_name_that_another_process_took_meanwhile_is_refused(person: Person) -> None:
+    spec = PairSpec("x", LocalFile(tiny()), LocalFile(tiny()))
+    own_registry.add(spec)
+    with pytest.raises(UsageError, match="has a pair x already"):
+        own_registry.add(spec)
+
+
+def test_a_registry_that_another_process_is_writing_is_waited_for(
+    person: Person, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own_registry, "LOCK_SECONDS", 0.2)
+    person.writes(HUB_PAIR)
+    lock = person.own.with_name(".models.toml.lock")
+    with FileLock(lock):
+        for arguments in (("add", "x", "-m", tiny(), "-md", tiny()), ("remove", "tiny")):
+            failed = person.runs("models", *arguments, code=1)
+            assert f"another process is writing {person.own}" in failed.err
+            assert str(lock) in failed.err
+    person.runs("models", "remove", "tiny")
 
 
 # --- remove --------------------------------------------------------------------------------------

@@ -86,6 +86,7 @@ def test_relative_paths_count_from_the_registry_and_a_tilde_from_home(
     pair = load_registry(Path("elsewhere/models.toml")).pair("x")
     assert pair.target == LocalFile(tmp_path / "a.gguf")
     assert pair.draft == LocalFile(home / "b.gguf")
+    assert load_registry(Path("~/../elsewhere/models.toml")).pair("x").target == pair.target
 
 
 def test_a_byte_order_mark_and_windows_line_ends_are_tolerated(tmp_path: Path) -> None:
@@ -193,6 +194,10 @@ def test_a_named_registry_replaces_both(tmp_path: Path, monkeypatch: pytest.Monk
         (pair_with("path = 'a'") + "license = 'mit'", '"pairs.x.license"; did you mean "licence"'),
         (pair_with("path = 'a'") + "licence = ['mit']", '"pairs.x.licence" must be a text'),
         (pair_with("path = 'a'") + "context = 0", '"pairs.x.context" must be a number above 0'),
+        (pair_with("path = 'a'") + f"context = 0x{'f' * 5000}", "not so large a number"),
+        (pair_with("path = 'a'") + f"size_gb = 1{'0' * 400}", "number above 0 and below 1e15"),
+        (pair_with("path = 'a'") + f"context = 1{'0' * 5000}", "correct the number"),
+        (pair_with("path = 'a'") + f"about = [{'1, ' * 99}]", f"not [{'1, ' * 18}1,..."),
         (pair_with("path = 'a'") + "context = 4.5", '"pairs.x.context" must be a whole number'),
         (pair_with("path = 'a'") + "context = true", '"pairs.x.context" must be a number'),
         (pair_with("path = 'a'") + "size_gb = nan", '"pairs.x.size_gb" must be a number'),

@@ -20,7 +20,6 @@ from specllama.sources import (
     hub_text,
     locate,
     parse_hub,
-    part_names,
 )
 
 # --- where the files are -------------------------------------------------------------------
@@ -73,6 +72,14 @@ def test_a_local_file_that_is_absent_or_a_folder_is_refused(tmp_path: Path) -> N
         locate(LocalFile(tmp_path / "absent.gguf"))
     with pytest.raises(ModelError, match="is a folder; name the"):
         locate(LocalFile(tmp_path))
+
+
+def test_any_part_of_a_split_model_means_its_first(tmp_path: Path) -> None:
+    first, second = tmp_path / "m-00001-of-00002.gguf", tmp_path / "m-00002-of-00002.gguf"
+    second.write_bytes(b"GGUF")
+    assert locate(LocalFile(second)) == second  # whose refusal names the first
+    first.write_bytes(b"GGUF")
+    assert locate(LocalFile(second)) == locate(LocalFile(first)) == first
 
 
 def test_symlinks_are_followed_and_broken_ones_refused(tmp_path: Path) -> None:
@@ -180,14 +187,6 @@ def test_a_hub_file_is_written_and_read_as_text() -> None:
 def test_what_is_no_hub_file_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="is not like hf:owner/name/file.gguf"):
         parse_hub(text)
-
-
-def test_the_parts_of_a_split_model_follow_from_any_of_them() -> None:
-    parts = ("q/m-00001-of-00003.gguf", "q/m-00002-of-00003.gguf", "q/m-00003-of-00003.gguf")
-    for part in parts:
-        assert part_names(part) == parts
-    for whole in ("m.gguf", "m-00001-of-00003.bin", "m-1-of-3.gguf", "m-00001-of-00000.gguf"):
-        assert part_names(whole) == (whole,)
 
 
 # --- the folders ---------------------------------------------------------------------------
