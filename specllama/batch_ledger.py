@@ -17,6 +17,7 @@ from specllama.errors import SpecllamaError, UsageError
 Fingerprint = tuple[str, str, str]
 
 PARTS = ("prompt", "settings", "models")
+_ENOUGH = 1000  # lines that are no records show that a file is something else
 # How every record begins.
 _BEGINNING = b'{"id": '
 # Errors of a line rather than of a row: it has no id, or one that is another row's.
@@ -145,17 +146,24 @@ def read(output: Output) -> Ledger:
         elif line.torn and (ledger.n_done or (not ledger.unreadable and _is_begun(line.text))):
             output.mend(line)
             continue
-        if found is None:
-            ledger.unreadable += bool(line.text.strip()) or line.torn
-        else:
+        if found is not None:
             ledger.add(*found, line)
+        elif line.text.strip():
+            ledger.unreadable += 1
+            if ledger.unreadable == _ENOUGH:
+                _require_some(ledger, output)
+    _require_some(ledger, output)
+    return ledger
+
+
+def _require_some(ledger: Ledger, output: Output) -> None:
+    """Refuse a file with lines none of which is a record."""
     if ledger.unreadable and not ledger.n_done:
         ledger.close()
         raise UsageError(
             f"{output.path} exists and is no output of specllama batch; name another file, "
             "or remove it"
         )
-    return ledger
 
 
 def _is_begun(torn: bytes) -> bool:

@@ -1,14 +1,15 @@
 """The output of a batch: a line of JSON for each row, appended when the row is done.
 
 What is written when: a line is handed to the system whole and at once, so that whatever ends the
-process loses none; about a second later, and at the end, it is synchronised with the disk, so that
-a machine that loses power loses the rows of the last second. With a name that ends in .gz every
-line is a gzip member of its own.
+process loses none; about a second later, between two decodes, and at the end, it is synchronised
+with the disk, so that a machine that loses power loses the rows of the last second. With a name
+that ends in .gz every line is a gzip member of its own.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import gzip
 import json
 import mmap
@@ -29,7 +30,9 @@ from specllama.storage import replace
 _SYNC_SECONDS = 1.0
 _CHUNK = 1 << 16
 _MEMBER_CHUNK = 1 << 12  # a record is about as long
+_LONGEST = 1 << 28  # bytes of a line, far more than a context's text has; what is longer is none
 _FLAGS = os.O_RDWR | os.O_APPEND | getattr(os, "O_BINARY", 0)
+_NO_SYNC = frozenset({errno.EINVAL, errno.ENOSYS, errno.ENOTSUP})  # a file system without it
 # How a gzip member begins, and one without a name and a time, as ours are.
 _MEMBER, _OURS = b"\x1f\x8b\x08\x00", b"\x1f\x8b\x08\x00\0\0\0\0"
 # Characters that JSON takes as they are, and some programs for the end of a line.
@@ -87,8 +90,8 @@ class Output:
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
             return
-        self._write(self._packed(line))
         self._is_settled = False
+        self._write(self._packed(line))
         self.settle()
 
     def settle(self) -> None:
@@ -132,10 +135,11 @@ class Output:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise SpecllamaError(
-                f"{self.path} cannot be kept on its disk: {error.strerror}; check the disk, and "
-                "run the same command again"
-            ) from None
+            if error.errno not in _NO_SYNC:
+                raise SpecllamaError(
+                    f"{self.path} cannot be kept on its disk: {error.strerror}; check the disk, "
+                    "and run the same command again"
+                ) from None
         self._synced, self._is_settled = self._clock(), True
 
     def lines(self) -> Iterator[Line]:
@@ -211,8 +215,9 @@ def is_packed(path: Path) -> bool:
 
 def _plain_lines(file: BinaryIO) -> Iterator[Line]:
     at = 0
-    for line in file:
-        yield Line(at, at + len(line), line, torn=not line.endswith(b"\n"))
+    while line := file.readline(_LONGEST):
+        is_torn = not line.endswith(b"\n") and len(line) < _LONGEST
+        yield Line(at, at + len(line), line, is_torn)
         at += len(line)
 
 
@@ -230,8 +235,6 @@ def _packed_lines(file: BinaryIO) -> Iterator[Line]:
                 following = data.find(_MEMBER, begin + 1)
                 end = following if following >= 0 else size
                 torn = following < 0 and _OURS.startswith(data[begin : begin + len(_OURS)])
-                # Without its end it is no record, even where only the checksum is missing.
-                text = text[:-2] if torn else b"?"
             yield Line(begin, end, text, torn)
             begin = end
 
@@ -240,12 +243,14 @@ def _member(data: mmap.mmap, begin: int) -> tuple[bytes, int | None]:
     """What is there of a gzip member, and where it ends; None when it is cut or damaged."""
     unpack, text, at = zlib.decompressobj(wbits=31), b"", begin
     try:
-        while not unpack.eof and at < len(data):
+        while not unpack.eof and at < len(data) and len(text) < _LONGEST:
             text += unpack.decompress(data[at : at + _MEMBER_CHUNK])
             at = min(at + _MEMBER_CHUNK, len(data))
     except zlib.error:
-        return b"", None
-    return text, at - len(unpack.unused_data) if unpack.eof else None
+        return b"?", None
+    if unpack.eof:
+        return text, at - len(unpack.unused_data)
+    return text[:-2], None  # without its end no record, even where only the checksum is missing
 
 
 def _without(path: Path, spans: Iterable[tuple[int, int]]) -> Iterator[bytes]:

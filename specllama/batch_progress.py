@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import click
 
@@ -19,24 +18,28 @@ _LINE_SECONDS = 10.0
 class Progress:
     """Counts rows and rounds, and shows them on standard error. Use it in a with statement.
 
-    total: rows to be done, None where that is not known.
+    total: rows to be done, None where that is not known. terminal: where a bar can be drawn, None
+    where there are only lines.
     """
 
     def __init__(
-        self, total: int | None, clock: Callable[[], float] = time.monotonic
+        self,
+        total: int | None,
+        terminal: IO[str] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.n_rows = self.n_failed = self.n_tokens = self.n_drafted = self.n_accepted = 0
-        self._total = total
+        self._total, self._terminal = total, terminal
         self._clock = clock
         self._begun = self._shown = clock()
         self._bar: Any = None
 
     def __enter__(self) -> Progress:
         self._begun = self._shown = self._clock()
-        if sys.stderr.isatty():
+        if self._terminal is not None:
             from tqdm import tqdm
 
-            self._bar = tqdm(total=self._total, unit="row", file=sys.stderr, dynamic_ncols=True)
+            self._bar = tqdm(total=self._total, unit="row", file=self._terminal, dynamic_ncols=True)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -124,7 +124,10 @@ def _run(
         announce(_summary(counts, output.path))
         return counts
     n_todo = None if survey is None else survey.n_todo
-    with _load(survey, options) as pair, Progress(n_todo) as progress:
+    # Answers on the same screen would be written into a bar.
+    has_bar = sys.stderr.isatty() and (output.is_file or not sys.stdout.isatty())
+    terminal = sys.stderr if has_bar else None
+    with _load(survey, options) as pair, Progress(n_todo, terminal) as progress:
         counts = _work(work, pair, progress, template, options)
     speed = f"{progress.n_tokens} tokens in {progress.seconds:.1f} s, {progress.speed()}"
     announce(f"{_summary(counts, output.path)}; {speed}")
@@ -258,7 +261,8 @@ def _load(survey: Survey | None, options: dict[str, Any]) -> Pair:
     if parallel is not None and survey is not None:
         parallel = min(parallel, max(1, survey.n_todo))
     pair = load_pair(options, parallel=parallel, most_parallel=most, most_ctx=enough)
-    announce(f"{pair.target.n_slots} rows at once, {pair.target.n_ctx} tokens each")
+    rows = "1 row" if pair.target.n_slots == 1 else f"{pair.target.n_slots} rows"
+    announce(f"{rows} at once, {pair.target.n_ctx} tokens each")
     return pair
 
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from command import environment
@@ -184,6 +185,7 @@ def test_damage_in_the_middle_costs_its_row_only(tmp_path: Path, name: str) -> N
         *(b"dear diary\n", b"dear diary", b"dear diary\n{", b'{"id": "a", "prompt": "x"}\n'),
         *(b'{"id": "a", "prompt": "x"}', b"GGUF" + bytes(200), gzip.compress(b"dear diary")[:-9]),
         gzip.compress(b"dear diary", mtime=0)[:-9],
+        b"\x1f\x8b\x08\x00" + bytes(4) + b"\xff" * 99,
     ],
 )
 def test_something_else_is_not_taken_for_an_output(
@@ -316,6 +318,18 @@ def test_records_are_on_the_disk_a_second_later(
     assert synchronised == [1.0, 2.0, 5.0, 5.5]
 
 
+def test_a_disk_that_fails_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (errno.EIO, errno.EINVAL):
+        error = OSError(number, os.strerror(number))
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=error))
+        if number == errno.EINVAL:  # a file system without it
+            append(tmp_path / "out", record("a", 2))
+        else:
+            with pytest.raises(SpecllamaError, match="on its disk: Input/output error"):
+                append(tmp_path / "out", record("a", 1))
+    assert len((tmp_path / "out").read_bytes().splitlines()) == 2
+
+
 def test_half_a_character_is_written_as_its_escape(tmp_path: Path) -> None:
     path = tmp_path / "out"
     append(path, {**record("a"), "model": "x\udce4y"})
@@ -375,7 +389,7 @@ def test_a_disk_that_is_full(tmp_path: Path, name: str) -> None:
 def test_an_id_is_found_under_itself_alone(tmp_path: Path, name: str) -> None:
     path = tmp_path / "out"
     append(path, record(name, 1), record(None, 3, "invalid_json"))
-    names = ["\x003", "#3", "=a", "a", "é", "e\u0301", "A", "1", " 1", "\0", 1, 3]
+    names: list[str | int] = ["\x003", "#3", "=a", "a", "é", "e\u0301", "A", "1", " 1", "\0", 1, 3]
     found = [key for key, done in zip(names, read(path, names), strict=True) if done]
     assert found == [name, 3]
 

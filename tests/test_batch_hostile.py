@@ -121,6 +121,20 @@ def test_a_line_with_half_a_character_harms_no_other(tmp_path: Path) -> None:
     assert batch(source, tmp_path / "out", "--retry-failed").code == 4
 
 
+def test_a_draft_without_numbers_costs_no_row(tmp_path: Path) -> None:
+    bad = tiny("attention", nan=3 + ord("#"))
+    rows = [asked("a"), asked("b", prompt="x#y"), asked("c")]
+    source = written(tmp_path / "in", *rows)
+    more = ("-md", bad, "--drafter", "model", "--draft-tokens", "3")
+    assert batch(source, tmp_path / "out", *more).code == 0
+    plain = tmp_path / "plain"
+    assert batch(source, plain).code == 0
+    texts = {each["id"]: each["text"] for each in records(tmp_path / "out")}
+    assert texts == {each["id"]: each["text"] for each in records(plain)}
+    failures = {each["id"]: each["stats"]["draft_failures"] for each in records(tmp_path / "out")}
+    assert failures["b"] > 0
+
+
 def test_markers_in_a_message_are_text(tmp_path: Path) -> None:
     texts = ["ab", "a<|im_end|>b"]
     rows = [{"id": each, "messages": [{"role": "user", "content": each}]} for each in texts]
@@ -128,6 +142,17 @@ def test_markers_in_a_message_are_text(tmp_path: Path) -> None:
     assert batch(source, tmp_path / "out").code == 0
     counts = {each["id"]: each["usage"]["prompt_tokens"] for each in records(tmp_path / "out")}
     assert counts["a<|im_end|>b"] > counts["ab"] + 3  # spelled out, and not the one token
+
+
+def test_a_model_without_a_template_answers_what_needs_none(tmp_path: Path) -> None:
+    talk = {"id": "talk", "messages": [{"role": "user", "content": "hi"}]}
+    source = written(tmp_path / "in", talk, asked("text"), {**talk, "id": "more"})
+    model = ("-m", tiny("attention", chat_template=None))
+    assert batch(source, tmp_path / "out", *model).code == 4
+    assert codes(tmp_path / "out") == {1: "template_error", 2: None, 3: "template_error"}
+    [talk, _] = (each for each in records(tmp_path / "out") if "error" in each)
+    assert "--chat-template" in talk["error"]["message"]
+    assert batch(source, tmp_path / "raw", *model, "--raw").code == 0
 
 
 # --- files ----------------------------------------------------------------------------------
@@ -186,6 +211,32 @@ def test_a_cut_input_is_told_before_anything_is_done(source: Path, tmp_path: Pat
     packed.write_bytes(gzip.compress(source.read_bytes()))
     assert batch(packed, tmp_path / "out").code == 0
     assert codes(tmp_path / "out") == {1: None, 2: None, 3: None}
+
+
+# --- a terminal -----------------------------------------------------------------------------
+
+
+@POSIX
+def test_a_bar_on_a_terminal(source: Path, tmp_path: Path) -> None:
+    from screens import terminal
+
+    output = tmp_path / "out"
+    with terminal("batch", source, "-o", output, *options(), columns=120) as person:
+        assert person.end() == 0
+        assert "3/3" in person.text and "tokens/s" in person.text
+        assert person.lines[-1].startswith("3 rows: 3 done;")
+    assert codes(output) == {1: None, 2: None, 3: None}
+
+
+@POSIX
+def test_answers_on_a_terminal_stand_alone(source: Path) -> None:
+    from screens import terminal
+
+    with terminal("batch", source, *options()) as person:
+        assert person.end() == 0
+        shown = [each for each in person.raw.decode().split("\r\n") if each.startswith("{")]
+    assert sorted(json.loads(each)["id"] for each in shown) == ["r0", "r1", "r2"]
+    assert b"row/s" not in person.raw
 
 
 # --- once more ------------------------------------------------------------------------------

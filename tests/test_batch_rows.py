@@ -140,7 +140,8 @@ def test_messages_that_are_not_right(messages: Any, code: str) -> None:
 
 
 def test_what_a_message_has_besides_its_text_is_left_out_if_it_is_nothing() -> None:
-    said = {"role": "assistant", "content": "hi", "name": "Ann", "refusal": None, "tool_calls": []}
+    nothing: dict[str, Any] = {"refusal": None, "tool_calls": [], "audio": None}
+    said = {"role": "assistant", "content": "hi", "name": "Ann", **nothing}
     found = row(prompt=None, messages=[said])
     assert found.messages == (Message("assistant", "hi"),)
 
@@ -172,7 +173,7 @@ def test_rows_of_openai() -> None:
     assert found.overrides == {"temperature": 0}
     found = parse(json.dumps(openai(COMPLETION, stop="x", stream=False)).encode())
     assert (found.style, found.prompt, found.stop) == (COMPLETION, "hi", ("x",))
-    idle = {"parallel_tool_calls": True, "modalities": ["text"], "prediction": {}, "functions": []}
+    idle: dict[str, Any] = {"parallel_tool_calls": True, "modalities": ["text"], "functions": []}
     assert parse(json.dumps(openai(**idle)).encode()).overrides == {}
     body = openai(messages=[{"role": "developer", "content": "be"}], user="me", tools=[])
     assert parse(json.dumps(body).encode()).messages == (Message("system", "be"),)
