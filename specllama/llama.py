@@ -332,10 +332,9 @@ class Outline(Model):
         n_batch = min(n_batch, n_ctx * n_slots)
         params = _context_params(n_ctx * n_slots, n_batch, min(n_outputs, n_batch), n_slots)
         params.kv_unified = n_slots > 1 and _on_gpu(self)
-        params.n_rs_seq = n_snapshots
-        params.swa_full = cache.full_window
         params.type_k, params.type_v = _cache_type(cache.type_k), _cache_type(cache.type_v)
         _attention(params, self, cache.flash)
+        _keep(params, self, n_snapshots, cache.full_window)
         native = start()
         handle = _make_context(self, params)
         made, caches = list(native.sizes), list(native.cache_sizes)
@@ -391,9 +390,8 @@ class Context(_Closing):
         params = _context_params(n_ctx * n_slots, self.n_batch, self.n_outputs, n_slots)
         params.kv_unified = n_slots > 1 and not self.is_split
         params.type_k, params.type_v = map(_cache_type, types)
-        params.n_rs_seq = n_snapshots if model.has_state else 0
-        params.swa_full = full_window or model.has_state
         _attention(params, model, flash_attention)
+        _keep(params, model, n_snapshots, full_window)
         # Python must not run between any two nodes of the graph, so the callback is C's strlen: it
         # reads a length of 0, false, until an interrupt writes a byte before the terminating one.
         self._stop = bytearray(2)
@@ -733,6 +731,14 @@ def _attention(params: Any, model: Model, flash: bool | None) -> None:
     params.flash_attn_type = int(bool(flash))
     if not flash:
         params.n_ubatch = min(params.n_ubatch, _ROWS_AT_ONCE)
+
+
+def _keep(params: Any, model: Model, n_snapshots: int, full_window: bool) -> None:
+    """Choose what is kept beyond the newest token, to take some back."""
+    params.swa_full = full_window or model.has_state
+    if model.has_state:
+        # llama.cpp ends the process unless more rows are decoded at once than states are kept.
+        params.n_rs_seq = max(0, min(n_snapshots, params.n_ubatch - 2))
 
 
 def _on_gpu(model: Model) -> bool:

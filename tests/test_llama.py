@@ -163,6 +163,16 @@ def test_snapshots_are_counted_and_reach_back_within_one_decode(opened: Opener) 
     np.testing.assert_allclose(after, fresh, atol=CLOSE)
 
 
+@pytest.mark.parametrize(("size", "kept"), [(1, 0), (2, 0), (3, 1), (17, 15), (18, 16), (64, 16)])
+def test_snapshots_are_no_more_than_a_small_batch_allows(
+    opened: Opener, size: int, kept: int
+) -> None:
+    for sizes in ({"n_ctx": size}, {"n_batch": size}):
+        context = opened("hybrid", n_snapshots=16, **sizes)
+        assert context.n_tentative == kept
+        context.decode([Rows(0, 0, TEXT[:size], 1)])
+
+
 @pytest.mark.parametrize("kind", ["recurrent", "hybrid"])
 def test_a_checkpoint_brings_a_state_back(opened: Opener, kind: str) -> None:
     context = opened(kind)
