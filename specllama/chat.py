@@ -70,6 +70,13 @@ class Chat:
         """Put a text before the next message."""
         self._attached.append(text)
 
+    def detach(self) -> bool:
+        """Take the last of these texts back, if there is one."""
+        if self._attached:
+            self._attached.pop()
+            return True
+        return False
+
     def forget(self) -> None:
         """Begin anew."""
         self.conversation.clear()

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 
 # What an option sets of a conversation, by the names that `sessions.load` has for it.
 _SETS = {
-    "temp": "temperature", "repeat_last_n": "penalty_last_n", "ignore_eos": "logit_bias",
+    "temp": "temperature", "repeat_last_n": "penalty_last_n",
     "predict": "max_tokens", "system_file": "system", "drafter": "draft", "draft_tokens": "draft",
 }  # fmt: skip
 
@@ -164,18 +162,15 @@ def _conversation(
 ) -> Conversation:
     from specllama.conversation import Conversation
 
-    params = sampling_params(options)
-    if options["ignore_eos"]:
-        banned = dict.fromkeys(pair.tokenizer.end_tokens, -math.inf)
-        params = replace(params, logit_bias={**params.logit_bias, **banned})
     return Conversation(
         pair,
         chat_format,
-        params=params,
+        params=sampling_params(options),
         system=system,
         max_tokens=None if options["predict"] == -1 else options["predict"],
         stop=options["stop"],
         seed=None if options["seed"] == -1 else options["seed"],
+        ignore_eos=options["ignore_eos"],
         context_full=options["context_full"],
         notify=lambda notice: screen.say(f"Note: {notice}"),
     )

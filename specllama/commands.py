@@ -75,6 +75,9 @@ def _clear(chat: Chat, _: str) -> None:
 
 
 def _undo(chat: Chat, _: str) -> None:
+    if chat.detach():
+        chat.screen.say("taken back: the text that was read last, and not sent yet")
+        return
     message = chat.conversation.undo()
     if message is None:
         raise UsageError("there is no message to take back; say something first")

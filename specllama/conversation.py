@@ -57,8 +57,8 @@ class Conversation:
 
     messages: those of user and assistant that the model sees; the system prompt is apart.
     dropped: earlier ones that the context had no room for. params, system, max_tokens, stop, seed,
-    context_full, thinking: may be set between turns. last: the last answer of `messages`.
-    notify: told in a sentence when turns are dropped.
+    ignore_eos, context_full, thinking: may be set between turns. last: the last answer of
+    `messages`. notify: told in a sentence when turns are dropped.
 
     seed: None draws one for every answer. With a named seed the first answer has this seed itself,
     so it is what `generate` gives for the same prompt; others have one that is derived from the
@@ -81,6 +81,7 @@ class Conversation:
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
         seed: int | None = None,
+        ignore_eos: bool = False,
         context_full: Literal["drop", "stop"] = "drop",
         thinking: bool | None = None,
         notify: Callable[[str], None] = log.warning,
@@ -92,6 +93,7 @@ class Conversation:
         self.max_tokens = max_tokens
         self.stop = tuple(stop)
         self.seed = seed
+        self.ignore_eos = ignore_eos
         self.context_full = context_full
         self.thinking = thinking
         self.messages: list[Message] = []
@@ -210,7 +212,12 @@ class Conversation:
         gone, prompt = self._fitting(asked)
         answer = Answer(len(prompt), *opening_of(prompt, speaker.tokenizer))
         chunks = speaker.generate(
-            prompt, self.params, max_tokens=self.max_tokens, stop=self.stop, seed=seed
+            prompt,
+            self.params,
+            max_tokens=self.max_tokens,
+            stop=self.stop,
+            seed=seed,
+            ignore_eos=self.ignore_eos,
         )
         asked = asked[len(gone) :]
         try:

@@ -160,6 +160,7 @@ def _document(conversation: Conversation, kv: kv_files.Reference | None) -> dict
         "seed": conversation.seed,
         "max_tokens": conversation.max_tokens,
         "stop": list(conversation.stop),
+        "ignore_eos": conversation.ignore_eos,
         "thinking": conversation.thinking,
         "context_full": conversation.context_full,
         "draft": conversation.speculation,
@@ -223,6 +224,7 @@ def _parse(data: bytes) -> _Saved:
         "seed": _typed(document, "seed", int, None),
         "max_tokens": _typed(document, "max_tokens", int, None),
         "stop": _stops(_typed(document, "stop", list, [])),
+        "ignore_eos": _typed(document, "ignore_eos", bool, False),
         "thinking": _typed(document, "thinking", bool, None),
     }
     if (settings["max_tokens"] or 0) < -1:

@@ -121,6 +121,17 @@ def _show_stop(conversation: Conversation) -> str:
     return " or ".join(repr(stop) for stop in conversation.stop) or NONE
 
 
+def _change_ignore_eos(conversation: Conversation, text: str) -> None:
+    try:
+        conversation.ignore_eos = {"on": True, "off": False}[text.lower()]
+    except KeyError:
+        raise ValueError("it is neither on nor off") from None
+
+
+def _show_ignore_eos(conversation: Conversation) -> str:
+    return "on" if conversation.ignore_eos else "off"
+
+
 _ALIASES = {"temperature": "temp", "n": "predict", "max-tokens": "predict", "s": "seed"}
 _SETTINGS = {
     "seed": Setting(_show_seed, _change_seed),
@@ -135,4 +146,5 @@ _SETTINGS = {
     "logit-bias": Setting(_show_bias, _change_bias),
     "stop": Setting(_show_stop, _change_stop),
     "predict": Setting(_show_predict, _change_predict),
+    "ignore-eos": Setting(_show_ignore_eos, _change_ignore_eos),
 }

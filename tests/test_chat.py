@@ -390,6 +390,7 @@ def test_a_sampling_parameter_can_be_set(
     [
         ("seed 3", "seed", 3, None), ("n 12", "max_tokens", 12, None),
         ("predict none", "max_tokens", None, None), ("stop ### end", "stop", ("### end",), ()),
+        ("ignore-eos on", "ignore_eos", True, False),
     ],
 )
 def test_what_else_a_turn_depends_on_can_be_set(
@@ -398,7 +399,7 @@ def test_what_else_a_turn_depends_on_can_be_set(
     take(chat, f"/set {typed}")
     assert getattr(chat.conversation, field) == value
     name = typed.split()[0]
-    take(chat, f"/set {name} {'none' if name == 'stop' else '-1'}")
+    take(chat, f"/set {name} { {'stop': 'none', 'ignore-eos': 'off'}.get(name, '-1') }")
     assert getattr(chat.conversation, field) == back
 
 
@@ -406,12 +407,25 @@ def test_what_else_a_turn_depends_on_can_be_set(
     "typed",
     ["temp hot", "temp -1", "temp nan", "temp inf", "top-k 1.5", "top-k -1", "top-p 2", "min-p x",
      "repeat-penalty 0", "repeat-last-n -2", "logit-bias 5", "logit-bias 5+x", "seed x", "n -2",
-     "predict many", "tmp 1", "verifier block", "top-k 1 2"],
+     "predict many", "ignore-eos 1", "tmp 1", "verifier block", "top-k 1 2"],
 )
 def test_a_wrong_value_is_one_sentence_and_changes_nothing(chat: Chat, typed: str) -> None:
     before = [settings.show(chat.conversation, name) for name in settings.names()]
     refused(chat, f"/set {typed}")
     assert [settings.show(chat.conversation, name) for name in settings.names()] == before
+
+
+def test_a_text_that_was_read_can_be_taken_back_unsent(
+    chat: Chat, page: Page, tmp_path: Path
+) -> None:
+    path = tmp_path / "long.txt"
+    path.write_text("never " * 2000)
+    take(chat, f"/read {path}")
+    assert "context" in refused(chat, "hi")
+    take(chat, "/undo")
+    take(chat, "hi")
+    assert contents(chat)[0] == "hi"
+    assert "not sent yet" in page.read_notes()
 
 
 def test_a_mistyped_parameter_suggests_the_nearest(chat: Chat) -> None:
@@ -427,7 +441,7 @@ def test_set_alone_lists_what_the_command_line_has(chat: Chat, page: Page) -> No
 
     options = {name for each in command.__click_params__ for name in each.opts}  # type: ignore[attr-defined]
     long = {name.removeprefix("--") for name in options if name.startswith("--")}
-    assert listed == long - {"ignore-eos"}
+    assert listed == long
 
 
 def test_who_drafts_can_be_changed(chat: Chat, page: Page) -> None:
@@ -531,9 +545,8 @@ def test_the_status_says_what_speculation_is_worth() -> None:
 
 def test_an_answer_at_the_end_of_the_context_says_so(chat: Chat, page: Page) -> None:
     take(chat, "/set predict none")
-    take(chat, "/set logit-bias 2-inf")
-    for token in chat.conversation.pair.tokenizer.end_tokens:
-        take(chat, f"/set logit-bias {token}-inf")
+    take(chat, "/set ignore-eos on")
+    take(chat, "/set logit-bias none")
     take(chat, "hi")
     assert "because the context is full" in page.read_notes()
     take(chat, "/set n 4")

@@ -59,6 +59,7 @@ def held(pair: Pair) -> Conversation:
         seed=11,
         stop=["\n\n", "User:"],
         thinking=False,
+        ignore_eos=True,
         context_full="stop",
     )
     conversation.speculate(2)
@@ -70,6 +71,7 @@ def held(pair: Pair) -> Conversation:
 
 def state(conversation: Conversation) -> dict[str, Any]:
     names = "messages dropped attempt system params seed max_tokens stop thinking context_full"
+    names += " ignore_eos"
     names += " speculation"
     return {name: getattr(conversation, name) for name in names.split()}
 
