@@ -92,6 +92,9 @@ def _object(data: bytes) -> dict[str, Any]:
     except (RecursionError, ValueError):
         problem = "its JSON is nested too deeply, or a number too long"
         raise RowError("invalid_json", problem) from None
+    if isinstance(given, list):
+        problem = "it is a list; put each of its objects on a line of its own"
+        raise RowError("not_an_object", problem)
     if not isinstance(given, dict):
         raise RowError("not_an_object", f"it is {kind(given)} and not an object with a prompt")
     return given

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 from command import environment
 
-from specllama import batch_input, batch_ledger
+from specllama import batch_input, batch_ledger, batch_output
 from specllama.batch_input import LONGEST, entries
 from specllama.batch_ledger import Done, Ledger, line_key, row_key
 from specllama.batch_output import Line, Output
@@ -195,6 +195,28 @@ def test_something_else_is_not_taken_for_an_output(
     with pytest.raises(UsageError, match="no output of specllama batch"):
         read(path, [])
     assert path.read_bytes() == data
+
+
+@NAMES
+def test_a_large_file_of_another_kind_is_not_read_whole(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(batch_output, "_LONGEST", 100)
+    kept = []
+
+    def add(ledger: Ledger, key: str, *_: object) -> None:
+        kept.append(key)
+
+    monkeypatch.setattr(Ledger, "add", add)
+    long = b'{"id": "' + b"x" * 5000
+    lines = [b"dear diary\n"] * 2000 + [json.dumps(record("a")).encode() + b"\n"]
+    packed = name.endswith(".gz")
+    for data in ([long], lines):
+        whole = b"".join(gzip.compress(each, mtime=0) if packed else each for each in data)
+        path = written(tmp_path / name, whole)
+        with pytest.raises(UsageError, match="no output of specllama batch"):
+            read(path, [])
+        assert path.read_bytes() == whole and not kept
 
 
 @NAMES

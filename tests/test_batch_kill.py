@@ -64,13 +64,31 @@ def ended(process: subprocess.Popen[bytes]) -> tuple[int, bytes]:
     return process.returncode, errors
 
 
-def finish(folder: Path, n_tokens: int) -> None:
-    code, errors = ended(start(folder, n_tokens))
+def texts(folder: Path) -> dict[str, str]:
+    found = map(json.loads, lines(folder))
+    return {each["id"]: each["text"] for each in found}
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the rows say when nothing happens."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    prompts(folder)
+    code, errors = ended(start(folder, 60))
     assert code == 0, errors
-    assert {json.loads(each)["id"] for each in lines(folder)} == {f"r{i}" for i in range(N_ROWS)}
+    return texts(folder)
 
 
-def test_killed_again_and_again(tmp_path: Path) -> None:
+def finish(folder: Path, wanted: dict[str, str]) -> None:
+    code, errors = ended(start(folder, 60))
+    assert code == 0, errors
+    found = texts(folder)
+    assert set(found) == set(wanted) == {f"r{i}" for i in range(N_ROWS)}
+    # Other rows beside a row may change the last bits of its logits, and a token with them.
+    assert sum(found[name] != wanted[name] for name in found) < N_ROWS / 50
+
+
+def test_killed_again_and_again(tmp_path: Path, uninterrupted: dict[str, str]) -> None:
     prompts(tmp_path)
     chance = random.Random(1)
     before: list[bytes] = []
@@ -89,12 +107,15 @@ def test_killed_again_and_again(tmp_path: Path) -> None:
         assert after[: len(before)] == before
         before = after
     assert n_killed > KILLS / 2 and 0 < len(before) < N_ROWS
-    finish(tmp_path, 60)
+    finish(tmp_path, uninterrupted)
     assert lines(tmp_path)[: len(before)] == before
 
 
-@pytest.mark.parametrize("number, wanted", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_and_gone_on_with(tmp_path: Path, number: int, wanted: int) -> None:
+@pytest.mark.parametrize("name, wanted", [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)])
+def test_interrupted_and_gone_on_with(
+    tmp_path: Path, uninterrupted: dict[str, str], name: str, wanted: int
+) -> None:
+    number = getattr(signal, name)
     prompts(tmp_path)
     chance = random.Random(number)
     before: list[bytes] = []
@@ -106,12 +127,13 @@ def test_interrupted_and_gone_on_with(tmp_path: Path, number: int, wanted: int) 
         code, errors = ended(process)
         assert code == wanted, errors
         assert b"Traceback" not in errors and b"Exception" not in errors
+        assert sorted(os.listdir(tmp_path)) == ["in", "out"]  # no lock is left behind
         data = (tmp_path / "out").read_bytes()
         assert data.endswith(b"\n")  # nothing is halfway
         after = lines(tmp_path)
         assert len(before) < len(after) < N_ROWS and after[: len(before)] == before
         before = after
-    finish(tmp_path, 60)
+    finish(tmp_path, uninterrupted)
 
 
 def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
