@@ -111,7 +111,7 @@ def _folders() -> dict[str, dict[str, Any]]:
 
 def _environment() -> dict[str, str]:
     """The variables that change how fast or where llama.cpp runs, and no others."""
-    return {name: value for name, value in os.environ.items() if _OF_INTEREST.match(name)}
+    return {name: value for name, value in sorted(os.environ.items()) if _OF_INTEREST.match(name)}
 
 
 def _is_writable(path: Path) -> bool:

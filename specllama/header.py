@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from specllama.errors import ModelError
-from specllama.parts import part_paths
+from specllama.parts import joining, part_paths
 
 # Bytes per value of metadata, by the type numbers of the GGUF specification.
 _STRING, _ARRAY = 8, 9
@@ -48,7 +48,8 @@ def check_file(path: Path) -> None:
     if head.lstrip().lower().startswith((b"<!doctype", b"<html", b"<?xml")):
         raise ModelError(f"{path} is a web page, not a model; download the file itself")
     if not head.startswith(b"GGUF"):
-        raise ModelError(f"{path} is not a GGUF file; download the model in that format")
+        advice = joining(path) or "download the model in that format"
+        raise ModelError(f"{path} is not a GGUF file; {advice}")
 
 
 def damage(path: Path) -> ModelError | None:
@@ -56,9 +57,13 @@ def damage(path: Path) -> ModelError | None:
     return next((error for part in part_paths(path) if (error := _cut(part)) is not None), None)
 
 
+def _missing(part: Path) -> ModelError:
+    return ModelError(f"the part {part} of the model is missing; download it beside the others")
+
+
 def _cut(path: Path) -> ModelError | None:
     if not path.is_file():
-        return ModelError(f"the part {path} of the model is missing; download it beside the others")
+        return _missing(path)
     size = path.stat().st_size
     try:
         expected = expected_size(path)
@@ -68,8 +73,19 @@ def _cut(path: Path) -> ModelError | None:
         )
     if expected is None or size >= expected:
         return None
+    advice = joining(path) or "download it again"
+    return ModelError(f"{path} is incomplete: it has {size:,} of {expected:,} bytes; {advice}")
+
+
+def misnamed_part(path: Path) -> ModelError:
+    """For a part of a split model under another name, or without the first one beside it."""
+    missing = [part for part in part_paths(path) if not part.is_file()]
+    if missing:
+        return _missing(missing[0])
     return ModelError(
-        f"{path} is incomplete: it has {size:,} of {expected:,} bytes; download it again"
+        f"{path} is of a split model and has another name than its part should; put all parts "
+        "under names like model-00001-of-00003.gguf into one folder and name the first, or join "
+        "them with llama.cpp's llama-gguf-split --merge"
     )
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from specllama import pulled
 from specllama.errors import HubError
 from specllama.hub_cache import cache_dir, is_sha256, storage
-from specllama.hub_errors import endpoint, offline, told
+from specllama.hub_errors import no_hub, offline, told
 from specllama.parts import part_names
 from specllama.sources import HubFile, describe
 
@@ -30,7 +30,7 @@ LOCK_SECONDS = 10.0
 _CHUNK = 1024 * 1024
 _STAGING = ".specllama"
 # Commit and checksum name folders and files of the cache, so none may lead out of it.
-_FOLDER_NAME = re.compile(r"(?!\.)[^/\\\0]+")
+_FOLDER_NAME = re.compile(r"[\w+=@~-][\w.+=@~-]{0,127}")
 
 
 @dataclass(frozen=True)
@@ -82,11 +82,9 @@ def _head(source: HubFile, file: str, at: str) -> Remote:
         url = hf_hub_url(source.repo, file, revision=at)
         found = get_hf_file_metadata(url)
     commit, etag, size = found.commit_hash or "", found.etag or "", found.size
-    if size is None or not (_FOLDER_NAME.fullmatch(commit) and _FOLDER_NAME.fullmatch(etag)):
-        raise HubError(
-            f"{endpoint()} does not answer like a Hugging Face hub for {describe(what)}; "
-            "check HF_ENDPOINT, and whether a proxy or a login page is in the way"
-        )
+    are_names = _FOLDER_NAME.fullmatch(commit) and _FOLDER_NAME.fullmatch(etag)
+    if size is None or size < 0 or not are_names:
+        raise HubError(no_hub(what))
     return Remote(source.repo, file, source.revision, commit, etag, size)
 
 
@@ -158,8 +156,10 @@ def fetch(remote: Remote, announce: Callable[[str], None] = log.info) -> bool:
     announce: told of what a person should know. Raises HubError; then, as after an interrupt,
     nothing of the file is left under its name.
     """
-    if _has_right_size(remote) and _verified(remote) and _named(remote).exists():
-        return False  # also where the cache cannot be written to
+    if _named(remote).exists() and _has_right_size(remote):
+        is_fixed = not os.access(storage(remote.repo), os.W_OK)  # somebody else's, say
+        if _verified(remote) or (is_fixed and _checksum_fits(_at(remote), remote)):
+            return False
     with _locked(remote):
         blob = storage(remote.repo) / "blobs" / remote.etag
         fetched = True
@@ -198,12 +198,18 @@ def _download(remote: Remote, blob: Path, announce: Callable[[str], None]) -> No
 
 
 def _link(remote: Remote, blob: Path) -> None:
-    """Give the file its name in the cache, which huggingface-hub does when it finds the content."""
-    from huggingface_hub import hf_hub_download
+    """Give the content its name in the cache, as huggingface-hub does.
 
-    path = Path(hf_hub_download(remote.repo, remote.file, revision=remote.commit))
-    if not path.is_symlink() and blob.is_file() and not path.samefile(blob):
-        blob.unlink()  # where links cannot be made the content was copied
+    Not by huggingface-hub itself, which asks the hub again, and would take what it says then.
+    """
+    named = _named(remote)
+    if blob.is_file() and not (named.is_file() and named.samefile(blob)):
+        named.parent.mkdir(parents=True, exist_ok=True)
+        named.unlink(missing_ok=True)
+        try:
+            os.symlink(os.path.relpath(blob, named.parent), named)
+        except OSError:  # links cannot be made everywhere, and there the content has the name
+            os.replace(blob, named)
     if remote.revision != remote.commit:
         # As huggingface-hub itself does for a branch or a tag, so that others find the file too.
         ref = storage(remote.repo) / "refs" / remote.revision

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 from specllama.errors import HubError, SpecllamaError
 from specllama.sources import HubFile, describe
@@ -29,7 +32,8 @@ def endpoint() -> str:
     """The hub's address for messages: without a user name and a password in it."""
     from huggingface_hub import constants
 
-    return _redacted(constants.ENDPOINT)
+    scheme, colon, rest = constants.ENDPOINT.rpartition("://")
+    return f"{scheme}{colon}{rest.rpartition('@')[2]}"
 
 
 @contextlib.contextmanager
@@ -64,18 +68,44 @@ def _sentence(source: HubFile, error: Exception, folder: Path | None) -> str:
         return f"the token has characters that no token has; give it again ({_LOGIN})"
     response = getattr(error, "response", None)
     if isinstance(error, HfHubHTTPError) and response is not None:
+        if folder is not None and response.status_code < 429 and not _is_hub(response.url):
+            return (
+                f"the server to which the hub sends for {describe(source)} refuses it (HTTP "
+                f"{response.status_code}); pull it again, and if it stays so, check the proxy"
+            )
         return _refused(source, error, response.status_code, response.headers)
     if folder is not None and isinstance(error, OSError) and error.errno is not None:
         return _not_written(source, error, folder)
     reason = f"{type(error).__name__}: {error}".strip().rstrip(".: ").splitlines()[0]
+    if "InvalidURL" in reason:  # which quotes a part of it, that may be of a password
+        reason = "that is no address"
+    if folder is None and isinstance(error, json.JSONDecodeError):
+        return no_hub(source)
     if folder is None:
+        hub = endpoint() or "the empty HF_ENDPOINT"
         return (
-            f"cannot reach {endpoint()} for {describe(source)} ({reason}); check the network, the "
-            "proxy and HF_ENDPOINT"
+            f"cannot reach {hub} for {describe(source)} ({reason}); check the network, the proxy "
+            "and HF_ENDPOINT"
         )
     return (
         f"the download of {describe(source)} broke off ({reason}); nothing of it is kept, check "
         "the network and pull it again"
+    )
+
+
+def _is_hub(url: Any) -> bool:
+    """Whether an address is on the hub itself."""
+    from huggingface_hub import constants
+
+    parts = urlsplit(constants.ENDPOINT)
+    return (url.host, url.port) == (parts.hostname, parts.port)
+
+
+def no_hub(source: HubFile) -> str:
+    """Somebody else answers in the hub's place."""
+    return (
+        f"{endpoint()} does not answer like a Hugging Face hub for {describe(source)}; "
+        "check HF_ENDPOINT, and whether a proxy or a login page is in the way"
     )
 
 
@@ -137,9 +167,13 @@ def _not_written(source: HubFile, error: OSError, folder: Path) -> str:
 
 def _redacted(text: str) -> str:
     """A text without the token, and without the user and password in any address."""
+    from huggingface_hub import constants
+
     for secret in (os.environ.get("HF_TOKEN"), _token()):
         if secret and secret.strip():
             text = text.replace(secret, "***").replace(secret.strip(), "***")
+    if constants.ENDPOINT:
+        text = text.replace(constants.ENDPOINT, endpoint())
     return _CREDENTIALS.sub("://", text)
 
 

@@ -51,6 +51,8 @@ def _load_failure(path: Path, cause: str) -> ModelError:
             f"{path}: {cause}; the file may be fine, but this llama-cpp-python "
             f"({lib.__version__}) does not know it: upgrade it or choose another model"
         )
+    if "split file" in cause:
+        return header.misnamed_part(path)
     detail = f" ({cause})" if cause else ""
     return header.damage(path) or ModelError(
         f"llama.cpp cannot load {path}, {path.stat().st_size:,} bytes{detail}; "

@@ -110,6 +110,8 @@ def add(
     own_registry.require_free(name)
     if (draft is None) == (requantise is None):
         raise UsageError("name either a draft model or a type to requantise the target to")
+    if requantise is not None and not registry.is_quantisation(requantise):
+        raise UsageError(f'a quantisation type is like Q2_K, not "{requantise}"; choose another')
     large = _given(target)
     if draft is not None:
         small: Source = _given(draft)

@@ -6,15 +6,13 @@ import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from specllama.errors import SpecllamaError, UsageError
 from specllama.folders import write_whole
-from specllama.registry import PairSpec, load_registry, own_path
+from specllama.registry import PairSpec, load_registry, own_path, parse_registry
 from specllama.sources import FileSource, HubFile, LocalFile, PackageFile, Requantised, Source
-
-if TYPE_CHECKING:
-    from tomlkit import TOMLDocument
+from specllama.tables import read_text
 
 LOCK_SECONDS = 10.0
 _KEYS = (
@@ -25,11 +23,10 @@ _KEYS = (
 
 def require_free(name: str) -> None:
     """Raises UsageError when the user's own registry has that pair, or cannot be read."""
-    path = own_path()
-    if os.path.lexists(path) and any(pair.name == name for pair in load_registry(path).pairs):
+    if _has(name):
         raise UsageError(
-            f"{path} has a pair {name} already; choose another name, or take it out first with "
-            f"`specllama models remove {name}`"
+            f"{own_path()} has a pair {name} already; choose another name, or take it out first "
+            f"with `specllama models remove {name}`"
         )
 
 
@@ -39,21 +36,9 @@ def add(spec: PairSpec) -> None:
     Raises UsageError for a name that is taken meanwhile and for a text that TOML cannot hold,
     SpecllamaError while another process is writing, OSError.
     """
-    import tomlkit
-
-    table = tomlkit.table()
-    table.add("target", _inline(spec.target))
-    table.add("draft", _inline(spec.draft))
-    for key in _KEYS:
-        value = getattr(spec, key)
-        if value not in (None, False):
-            table.add(key, value)
     with _locked():
         require_free(spec.name)
-        document = _read()
-        pairs: Any = document.setdefault("pairs", tomlkit.table(is_super_table=True))
-        pairs[spec.name] = table
-        _write(document)
+        _write(_with(_read(), spec))
 
 
 def remove(name: str) -> bool:
@@ -61,16 +46,23 @@ def remove(name: str) -> bool:
 
     Raises SpecllamaError while another process is writing, OSError.
     """
-    if not os.path.lexists(own_path()):
+    import tomlkit
+
+    if not _has(name):  # also where nothing can be written
         return False
     with _locked():
-        document = _read()
+        document = tomlkit.parse(_read())
         pairs: Any = document.get("pairs", {})
         if name not in pairs:
             return False
         del pairs[name]
-        _write(document)
+        _write(document.as_string())
         return True
+
+
+def _has(name: str) -> bool:
+    path = own_path()
+    return os.path.lexists(path) and any(pair.name == name for pair in load_registry(path).pairs)
 
 
 @contextlib.contextmanager
@@ -90,34 +82,56 @@ def _locked() -> Iterator[None]:
         ) from None
 
 
-def _read() -> TOMLDocument:
-    import tomlkit
-
+def _read() -> str:
     path = own_path()
     if not os.path.lexists(path):
-        return tomlkit.document()
-    load_registry(path)  # for the refusal of a file that is not right as it stands
-    return tomlkit.parse(path.read_bytes().decode("utf-8-sig"))
+        return ""
+    text = read_text(path)
+    parse_registry(path, text)  # for the refusal of a file that is not right as it stands
+    return text
 
 
-def _write(document: TOMLDocument) -> None:
+def _with(text: str, spec: PairSpec) -> str:
+    """The text of a registry with one pair more."""
+    import tomlkit
+    from tomlkit.items import InlineTable
+
+    pair = {"target": _inline(spec.target), "draft": _inline(spec.draft)}
+    known = {key: getattr(spec, key) for key in _KEYS}
+    pair |= {key: value for key, value in known.items() if value and str(value).strip()}
+    document = tomlkit.parse(text)
+    pairs: Any = document.get("pairs")
+    if isinstance(pairs, InlineTable):  # which takes nothing outside its braces
+        pairs[spec.name] = _braced(pair)
+        return document.as_string()
+    more = tomlkit.table(is_super_table=True)
+    more[spec.name] = pair
+    return f"{text.rstrip()}\n\n{tomlkit.dumps({'pairs': more})}".lstrip()
+
+
+def _write(text: str) -> None:
     try:
-        data = document.as_string().encode("utf-8")
+        data = text.encode("utf-8")
     except UnicodeEncodeError:
         raise UsageError(
             "a path or a text is not UTF-8, and the registry is; rename the file"
         ) from None
+    parse_registry(own_path(), text)  # what it would refuse is not written
     write_whole(own_path(), data)
 
 
 def _inline(source: Source) -> Any:
-    import tomlkit
-
     values: dict[str, Any]
     if isinstance(source, Requantised):
         values = {"requantise": _inline(source.source), "type": source.type}
     else:
         values = _file(source)
+    return _braced(values)
+
+
+def _braced(values: dict[str, Any]) -> Any:
+    import tomlkit
+
     table = tomlkit.inline_table()
     table.update(values)
     return table

@@ -9,6 +9,7 @@ import os
 import re
 from pathlib import Path
 
+_CUT = re.compile(r"[.-](part-?\d+(of\d+)?|split-[a-z]|part-?a[a-z])$", re.IGNORECASE)
 _SPLIT = re.compile(r"-\d{5}-of-(\d{5})(\.gguf)$", re.IGNORECASE)
 
 
@@ -32,6 +33,15 @@ def first_part(path: Path) -> Path:
         return path
     first = part_paths(path)[0]
     return first if os.path.isfile(first) else path
+
+
+def joining(path: Path) -> str | None:
+    """How to join a file that was cut without regard to what it holds, or None for any other."""
+    found = _CUT.search(path.name)
+    if found is None:
+        return None
+    whole = path.name[: found.start()]
+    return f"it is a piece of {whole}: join all pieces, in their order (cat), and name the result"
 
 
 def stem(path: Path) -> str:

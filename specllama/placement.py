@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from specllama.errors import UsageError
@@ -14,6 +13,7 @@ CACHE_TYPES = {
     "iq4_nl": 20,
 }  # fmt: skip
 FLASH_ATTENTION = ("auto", "on", "off")
+_MOST = 2**31 - 1  # that llama.cpp takes; beyond it a number would become another one
 _PLAIN_TYPES = ("f32", "f16", "bf16")
 
 
@@ -37,7 +37,7 @@ class Placement:
     mlock: bool = False
 
     def __post_init__(self) -> None:
-        if self.gpu_layers < -1:
+        if not -1 <= self.gpu_layers <= _MOST:
             raise UsageError(
                 f"the number of GPU layers must be -1 (all of them) or more, not {self.gpu_layers}"
             )
@@ -45,11 +45,11 @@ class Placement:
             raise UsageError(
                 f'there is no split mode "{self.split_mode}"; use {", ".join(SPLIT_MODES)}'
             )
-        if not all(0 <= share < math.inf for share in self.tensor_split):
+        if not all(0 <= share <= _MOST for share in self.tensor_split):
             raise UsageError("the shares of a tensor split must be numbers from 0 on, like 3,1")
         if self.tensor_split and not any(self.tensor_split):
             raise UsageError("a tensor split of zeros leaves no GPU; give one a share, like 3,1")
-        if self.main_gpu < 0:
+        if not 0 <= self.main_gpu <= _MOST:
             raise UsageError(f"the main GPU must be 0 or more, not {self.main_gpu}")
         if "none" in self.devices and len(self.devices) > 1:
             raise UsageError('the device "none" means main memory alone; leave the others out')

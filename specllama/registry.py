@@ -14,7 +14,7 @@ from pathlib import Path
 from specllama.errors import UsageError
 from specllama.folders import config_folder
 from specllama.sources import REPO, FileSource, HubFile, LocalFile, PackageFile, Requantised, Source
-from specllama.tables import Table, did_you_mean, read_toml
+from specllama.tables import Table, did_you_mean, parse_toml, read_text
 
 CACHE_KINDS = ("attention", "sliding window", "recurrent", "hybrid")
 _NAME = r"[\w.+-]+"
@@ -70,6 +70,11 @@ def is_pair_name(text: str) -> bool:
     return bool(re.fullmatch(_NAME, text)) and not text.lower().endswith(".gguf")
 
 
+def is_quantisation(text: str) -> bool:
+    """Whether a text can be llama.cpp's name of a quantisation type, such as Q2_K."""
+    return bool(re.fullmatch(r"[A-Za-z0-9_]+", text))
+
+
 def shipped_path() -> Path:
     """The registry that ships with specllama: in a wheel inside the package, else beside it."""
     package = Path(__file__).resolve().parent
@@ -101,7 +106,15 @@ def load_registry(path: Path | None = None) -> Registry:
 
 
 def _read(path: Path) -> tuple[PairSpec, ...]:
-    document = read_toml(path)
+    return parse_registry(path, read_text(path))
+
+
+def parse_registry(path: Path, text: str) -> tuple[PairSpec, ...]:
+    """The pairs that a text names, in whose refusals it is the content of that path.
+
+    Raises UsageError.
+    """
+    document = parse_toml(path, text)
     document.allow({"pairs"})
     if "pairs" not in document.values:
         return ()
@@ -160,7 +173,7 @@ def _parse_source(table: Table, target: Source | None = None) -> Source:
         return _parse_file(table)
     table.allow({"requantise", "type"})
     kind = table.text("type")
-    if not re.fullmatch(r"[A-Za-z0-9_]+", kind):
+    if not is_quantisation(kind):
         wanted = 'must be a quantisation type like "Q2_K"'
         table.refuse(f'{table.key("type")} {wanted}, not "{kind}"', "type")
     if target is None or table.values["requantise"] != "target":

@@ -14,16 +14,21 @@ from specllama.suggestions import nearest
 _LARGEST = 1e15  # of anything that is counted here, so that no sum overflows
 
 
-def read_toml(path: Path) -> Table:
-    """The top table of a file; a byte-order mark is tolerated. Raises UsageError."""
+def read_text(path: Path) -> str:
+    """The text of a file, without a byte-order mark. Raises UsageError."""
     try:
-        text = path.read_bytes().decode("utf-8-sig")
-        return Table(path, text, (), tomllib.loads(text))
+        return path.read_bytes().decode("utf-8-sig")
     except OSError as error:
         reason = error.strerror or str(error)
         raise UsageError(f"cannot read the registry {path}: {reason}; check the path") from None
     except UnicodeDecodeError:
         raise UsageError(f"{path} is not UTF-8 text; save it as UTF-8") from None
+
+
+def parse_toml(path: Path, text: str) -> Table:
+    """The top table of a text, in whose refusals it is that of the path. Raises UsageError."""
+    try:
+        return Table(path, text, (), tomllib.loads(text))
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not valid TOML: {error}; correct the line") from None
     except ValueError as error:  # a number with more digits than Python converts

@@ -11,7 +11,7 @@ import json
 import re
 import threading
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -39,6 +39,7 @@ class Faults:
     resumable: bool = True  # whether a content can be asked for from its middle
     stall: threading.Event | None = None  # a content stops in its middle until this is set
     garble: Callable[[bytes], bytes] = bytes  # what a content is turned into
+    etags: Iterator[str] | None = None  # what the hub says the checksums of contents are
     claimed_size: int | None = None  # what the hub says of every size
     login_page: bool = False  # somebody else answers in the hub's place
     moves: Callable[[], None] | None = None  # what happens after the next answer of the hub
@@ -156,9 +157,12 @@ class HubServer:
         if not name.endswith(".gguf"):  # kept in Git, with the checksum of Git
             _send(request, 200, {"X-Repo-Commit": commit, "ETag": f'"{_git_sha1(data)}"'}, data)
             return
+        etag = hashlib.sha256(data).hexdigest()
+        if self.faults.etags is not None:
+            etag = next(self.faults.etags)
         headers = {
             "X-Repo-Commit": commit,
-            "X-Linked-Etag": f'"{hashlib.sha256(data).hexdigest()}"',
+            "X-Linked-Etag": f'"{etag}"',
             "X-Linked-Size": str(self.faults.claimed_size or len(data)),
             "Location": f"{self._url('content')}/{hashlib.sha256(data).hexdigest()}",
         }

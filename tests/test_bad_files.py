@@ -207,9 +207,13 @@ def test_a_split_model_is_whole_or_names_the_part_that_is_not(tmp_path: Path) ->
     first, second, third = write_split_model(tmp_path)
     assert second.name == "model-00002-of-00003.gguf"
     arguments = ["-t", "1", "-n", "2", "--drafter", "none", "hello"]
-    whole = specllama("generate", "-m", first, *arguments)
-    assert whole.code == 0 and whole.text
-    assert specllama("generate", "-m", second, *arguments, "-s", "1").code == 0
+    by_first = specllama("generate", "-m", first, *arguments, "--temp", "0")
+    by_second = specllama("generate", "-m", second, *arguments, "--temp", "0")
+    assert by_first.code == by_second.code == 0 and by_first.text == by_second.text != "\n"
+    joined = tmp_path / "joined.gguf"
+    joined.write_bytes(b"".join(part.read_bytes() for part in (first, second, third)))
+    told = "under names like model-00001-of-00003.gguf"
+    expect_refusal(specllama("check", "-m", joined), 3, "joined.gguf", told, "--merge")
     content = second.read_bytes()
     second.write_bytes(content[:-1])
     cut = specllama("generate", "-m", first, *arguments)
@@ -219,7 +223,15 @@ def test_a_split_model_is_whole_or_names_the_part_that_is_not(tmp_path: Path) ->
     first.rename(first.with_name("first.gguf"))
     expect_refusal(specllama("generate", "-m", third, *arguments), 3, first.name, "is missing")
     third.rename(first.with_name("renamed.gguf"))
-    expect_refusal(specllama("generate", "-m", third.parent / "renamed.gguf", *arguments), 3)
+    expect_refusal(specllama("check", "-m", third.parent / "renamed.gguf"), 3, told)
+
+
+@pytest.mark.parametrize("name", ["m.gguf.part1of2", "m.gguf-split-a", "m.gguf.part-00"])
+def test_a_piece_of_a_file_is_to_be_joined_with_the_others(name: str, tmp_path: Path) -> None:
+    first, second = tmp_path / name, tmp_path / "m.gguf.part2of2"
+    for path, data in ((first, GOOD[:-9]), (second, GOOD[-9:])):
+        path.write_bytes(data)
+        expect_refusal(specllama("check", "-m", path), 3, "a piece of m.gguf", "in their order")
 
 
 @pytest.mark.parametrize("command", [["check"], ["generate", "-t", "1"]])

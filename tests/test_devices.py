@@ -142,7 +142,8 @@ def test_the_install_line_is_the_platforms_own() -> None:
     "options",
     [
         ["-ts", "x"], ["-ts", "0,0"], ["-ts", "-1,2"], ["-ts", "nan"], ["-ts", ",".join("1" * 99)],
-        ["-sm", "tensor"], ["-mg", "-1"], ["-ngl", "-2"], ["-fa", "maybe"], ["-ctk", "q9_0"],
+        ["-sm", "tensor"], ["-mg", "-1"], ["-mg", "4294967296"], ["-ngl", "2147483648"],
+        ["-ngld", "-5"], ["-ts", "1e39"], ["-ngl", "-2"], ["-fa", "maybe"], ["-ctk", "q9_0"],
         ["-cd", "-1"], ["-td", "0"], ["-td", "100000"],
     ],
 )  # fmt: skip

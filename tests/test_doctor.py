@@ -174,6 +174,11 @@ def test_names_are_replaced_and_words_that_hold_them_are_not(text: str, expected
     assert found == {"a": [expected, 1, None]}
 
 
+def test_a_user_without_a_home_has_nothing_to_hide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as where there is none
+    assert privacy.anonymous(["a ~ /b"], {}) == ["a ~ /b"]
+
+
 def test_a_processor_is_read_as_the_kernel_tells_it(tmp_path: Path) -> None:
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/cpuinfo").write_text(

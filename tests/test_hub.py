@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import itertools
 import json
 import os
 import resource
@@ -190,6 +191,26 @@ def test_what_another_program_fetched_is_verified_and_used(server: HubServer) ->
     assert len(server.asked("content")) == 1
 
 
+def test_a_cache_that_cannot_be_written_to_is_used_as_it_is(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import hf_hub_download
+
+    theirs = Path(hf_hub_download(REPO, FILE.file))
+
+    def refused(_: hub.Remote) -> None:
+        raise HubError("the file system is read-only")
+
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    monkeypatch.setattr(hub, "_locked", refused)
+    right = theirs.read_bytes()
+    theirs.write_bytes(b"x" * len(right))
+    with pytest.raises(HubError, match="read-only"):
+        pull()
+    theirs.write_bytes(right)
+    assert pull() == [theirs] == pull()
+
+
 def test_a_damaged_file_in_the_cache_is_fetched_again(server: HubServer) -> None:
     from huggingface_hub import hf_hub_download
 
@@ -266,7 +287,10 @@ def test_every_status_has_its_own_sentence(
 @pytest.mark.parametrize("status", [401, 403, 404, 500])
 def test_a_status_of_the_content_is_told_too(server: HubServer, status: int) -> None:
     server.faults.status["content"] = (status, {})
-    assert f"{status}" in refusal() or status == 404
+    message = refusal()
+    assert f"(HTTP {status})" in message
+    if status < 500:  # not the name's fault, nor the token's, which the hub has taken
+        assert "the server to which the hub sends" in message
 
 
 def test_what_the_hub_does_not_have_is_named(server: HubServer) -> None:
@@ -322,6 +346,11 @@ def test_a_password_in_an_address_that_is_not_reached_is_not_shown(
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
     said = refusal() + capfd.readouterr().err
     assert "http://127.0.0.1:1" in said and SECRET not in said and "me:" not in said
+    for odd in (f"http://me:{SECRET}/x@h", f"http://me:{SECRET}@[", ""):
+        monkeypatch.setattr(constants, "ENDPOINT", odd)
+        template = odd + "/{repo_id}/resolve/{revision}/{filename}"
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        assert SECRET not in (message := refusal()) and "HF_ENDPOINT" in message
     with pytest.raises(HubError) as caught, told(FILE):
         raise ValueError(f"no proxy at http://me:{SECRET}@x@proxy:1/")
     assert "http://proxy:1/" in str(caught.value) and SECRET not in str(caught.value)
@@ -352,9 +381,18 @@ def test_no_network_is_said(server: HubServer, monkeypatch: pytest.MonkeyPatch) 
 def test_a_login_page_in_the_way_is_said(server: HubServer) -> None:
     server.faults.login_page = True
     assert "does not answer like a Hugging Face hub" in refusal()
+    with pytest.raises(HubError, match="does not answer like a Hugging Face hub"):
+        hub.choose_file(REPO)
 
 
-@pytest.mark.parametrize("name", ["../../x", "a/b", "a\\b", ".."])
+@pytest.mark.parametrize("size", ["-5", "x", ""])
+def test_a_size_that_is_none_is_noticed(server: HubServer, size: str) -> None:
+    headers = {"X-Linked-Etag": "e" * 40, "X-Repo-Commit": "c" * 40, "X-Linked-Size": size}
+    server.faults.status["hub"] = (302, headers | {"Location": "http://127.0.0.1:1/x"})
+    assert "does not answer like a Hugging Face hub" in refusal()
+
+
+@pytest.mark.parametrize("name", ["../../x", "a/b", "a\\b", "..", "a:b", "n" * 300])
 @pytest.mark.parametrize("header", ["ETag", "X-Repo-Commit"])
 def test_a_server_cannot_name_a_place_outside_the_cache(
     server: HubServer, header: str, name: str
@@ -416,6 +454,22 @@ def test_a_checksum_of_the_registry_is_held_against_the_hubs(server: HubServer) 
         hub_cache.locate(wanted)
     right = HubFile(REPO, FILE.file, sha256=hashlib.sha256(tiny().read_bytes()).hexdigest())
     assert pull(right) == [hub_cache.locate(right)]
+
+
+def test_a_mirror_whose_checksums_change_at_every_request_is_asked_no_more_than_needed(
+    server: HubServer,
+) -> None:
+    server.faults.etags = (f"mirror-{count}" for count in itertools.count())
+    [path] = pull()
+    assert path.read_bytes() == server.files[REPO][FILE.file]
+    assert path.resolve().name == "mirror-0" and set(kept()) == {path.resolve(), path}
+    assert hub_cache.locate(FILE) == path
+    for wrong in ("0" * 64, "0" * 40):  # one that is a checksum is held against the content
+        server.files[REPO][FILE.file] += b"x"
+        server.faults.etags = iter([wrong] * 9)
+        with pytest.raises(HubError, match="does not have its checksum"):
+            pull()
+    assert hub_cache.locate(FILE) == path
 
 
 def test_a_record_that_is_damaged_counts_as_none(server: HubServer, tmp_path: Path) -> None:

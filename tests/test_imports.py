@@ -64,7 +64,7 @@ ARROWS: dict[str, set[str]] = {
     "registry": {"tables", "sources", "folders"},
     "pulled": {"sources", "folders", "parts"},
     "hub_errors": {"sources"},
-    "own_registry": {"registry", "sources", "folders"},
+    "own_registry": {"registry", "sources", "tables", "folders"},
     "hub_cache": {"hub_errors", "parts", "pulled", "sources"},
     "listing": {"hub_cache", "memory", "registry", "sources"},
     "hub": {"hub_cache", "hub_errors", "parts", "pulled", "sources"},

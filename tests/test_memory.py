@@ -18,7 +18,7 @@ from tiny import tiny
 
 from specllama.errors import ModelError
 from specllama.loading import Files, find_files
-from specllama.memory import available_bytes
+from specllama.memory import available_bytes, physical_bytes
 
 MB, MIB = 1_000_000, 1_048_576
 
@@ -139,6 +139,8 @@ def test_available_memory_knows_swap_and_limits(
         (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
         (tmp_path / "sys/fs/cgroup/memory.max").write_text(limit)
     assert available_bytes(tmp_path) == available
+    own = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert physical_bytes(tmp_path) == (3_000_000 if limit == "3000000\n" else own)
 
 
 def test_available_memory_without_linux_is_what_the_machine_has(tmp_path: Path) -> None:

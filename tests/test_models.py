@@ -16,7 +16,6 @@ from tiny import CHECKOUT, tiny
 
 from specllama import listing, memory, own_registry
 from specllama.cli import _run
-from specllama.errors import UsageError
 from specllama.loading import find_files, load
 from specllama.registry import PairSpec, Registry
 from specllama.sources import LocalFile
@@ -223,6 +222,9 @@ def test_a_pair_of_one_model_and_a_smaller_copy(
     removed = person.runs("models", "remove", "alone")
     assert not draft.exists() and not target.exists() and person.contents() == 0
     assert f"removed {draft}" in removed.text
+    for kind in ("", "Q4 K", "../Q2_K"):
+        wrong = ("models", "add", "alone", "-m", f"hf:{BIG}", "--requantise", kind)
+        assert "a quantisation type is like Q2_K" in person.runs(*wrong, code=2).err
     failed = person.runs("models", "add", "alone", "-m", f"hf:{BIG}", code=2)
     assert "name either a draft model or a type" in failed.err
 
@@ -294,13 +296,6 @@ def test_pairs_that_are_added_at_once_are_all_kept(person: Person) -> None:
     with ThreadPoolExecutor(len(names)) as pool:
         assert all(pool.map(own_registry.remove, names))
     assert list(tomllib.loads(person.own.read_text("utf-8"))["pairs"]) == ["tiny"]
-
-
-def test_a_name_that_another_process_took_meanwhile_is_refused(person: Person) -> None:
-    spec = PairSpec("x", LocalFile(tiny()), LocalFile(tiny()))
-    own_registry.add(spec)
-    with pytest.raises(UsageError, match="has a pair x already"):
-        own_registry.add(spec)
 
 
 def test_a_registry_that_another_process_is_writing_is_waited_for(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from specllama.parts import first_part, part_names, part_paths, stem
+from specllama.parts import first_part, joining, part_names, part_paths, stem
 
 PARTS = ("q/m-00001-of-00003.gguf", "q/m-00002-of-00003.gguf", "q/m-00003-of-00003.gguf")
 WHOLE = ("m.gguf", "m-00001-of-00003.bin", "m-1-of-3.gguf", "m-00001-of-00000.gguf")
@@ -35,3 +35,10 @@ def test_parts_have_a_stem_in_common_and_links_are_resolved(tmp_path: Path) -> N
     link.symlink_to(real)
     assert stem(link) == stem(real) == stem(tmp_path / "m-00001-of-00003.gguf")
     assert stem(real) == str(tmp_path.resolve() / "m")
+
+
+def test_what_is_cut_without_a_name_of_its_own_is_to_be_joined() -> None:
+    for piece in ("m.gguf.part1of2", "m.gguf-part-a", "m.gguf-split-b", "m.gguf.part-01"):
+        assert ("m.gguf" in (joining(Path(piece)) or "")) == (piece != "m.gguf-part-a")
+    for whole in ("m.gguf", "my-part.gguf", "m-part1of2.gguf", *PARTS):
+        assert joining(Path(whole)) is None

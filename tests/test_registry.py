@@ -78,6 +78,7 @@ def test_relative_paths_count_from_the_registry_and_a_tilde_from_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home, elsewhere = tmp_path / "home", tmp_path / "elsewhere"
+    home.mkdir()
     elsewhere.mkdir()
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("USERPROFILE", str(home))
