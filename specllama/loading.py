@@ -185,14 +185,14 @@ def load(
     check_sizes(ctx_size, batch_size)
     check_sizes(ctx_size_draft, batch_size)
     given = {"threads": threads, "threads_batch": threads_batch, "threads_draft": threads_draft}
-    for name, count in given.items():
-        if count is not None and not 1 <= count <= MAX_THREADS:
-            raise UsageError(f"{name} must be between 1 and {MAX_THREADS}, not {count}")
-    for count, name in ((gpu_layers, "gpu_layers"), (gpu_layers_draft, "gpu_layers_draft")):
+    _check_counts(
+        {name: (1, count, MAX_THREADS) for name, count in given.items()}
+        | {"parallel": (1, parallel, MAX_PARALLEL)}
+    )
+    layers = {"gpu_layers": gpu_layers, "gpu_layers_draft": gpu_layers_draft}
+    for name, count in layers.items():
         if count is not None and count < -1:
             raise UsageError(f"{name} must be -1 (all of them) or more, not {count}")
-    if parallel is not None and not 1 <= parallel <= MAX_PARALLEL:
-        raise UsageError(f"parallel must be between 1 and {MAX_PARALLEL}, not {parallel}")
     if draft_tokens is not None:
         FixedLength(draft_tokens)  # refuses what is out of range before anything is loaded
     if drafter == "model" and model is not None and draft is None:
@@ -228,12 +228,7 @@ def load(
         n_ctx = context_size(ctx_size, target)
         if ctx_size is None and most_ctx is not None:
             n_ctx = min(n_ctx, most_ctx)
-        memo = memo_path(files, settings)
-        n_slots = parallel or _slots(target, n_ctx, decoding, memo, most_parallel)
-        if n_slots > 1:
-            single = memo
-            memo = memo_path(files, settings, n_slots)
-            parallelism.grown(memo, single)
+        n_slots, memo = _slots(target, files, plan, n_ctx, parallel, most_parallel)
         layout = [notes.layout("target", target, decoding)]
         notices += notes.of_target(target, n_ctx)
         notices += notes.of_options(where, where_draft, cache, cache_draft)
@@ -241,35 +236,21 @@ def load(
         refusal = rollback_refusal(target, n_slots)
         if refusal and drafter != "none" and draft_tokens != 0:
             notices.append(f"{refusal}, so speculation is off and decoding is plain")
-        draft_lm, draft_tokenizer, n_tokens_draft = None, None, None
-        shared: VocabularyMap | int = 0
+        small = _Draft()
         if files.draft is not None and not refusal:
-            small = stack.enter_context(open_model(files.draft, where_draft))
-            joint = pairing.join(target.tokenizer, small.tokenizer)
-            shared = joint.map
-            size, problems = _draft_size(small, n_ctx, ctx_size_draft)
-            notices += [*_other_tokens(small, joint), *notes.of_draft(small, size), *problems]
-            if size:
-                draft_lm, problems = _draft_lm(small, size, decoding_draft, n_slots, drafter)
-                notices += problems
-            if draft_lm is not None:
-                draft_tokenizer = small.tokenizer
-                layout.append(notes.layout("draft", small, decoding_draft))
-                n_tokens_draft = vocabulary.real_tokens(small.tokenizer)
+            small = _open_draft(stack, files.draft, plan, target, n_ctx, n_slots)
+        notices += small.notices
+        layout += small.layout
         target_lm = CachedLM(
             stack.enter_context(open_context(target, n_ctx, decoding, n_slots=n_slots))
         )
-        speculation = _speculation(
-            target_lm, draft_lm, shared, memo, drafter, draft_tokens, draft_temperature
-        )
+        speculate = partial(_speculation, target_lm, small, memo, temperature=draft_temperature)
+        speculation = speculate(drafter, draft_tokens)
         stack.callback(speculation.save)
         closing = stack.pop_all()
 
         def auto() -> tuning.Speculation:
-            kind = "lookup" if drafter == "none" else drafter
-            what_pays = _speculation(
-                target_lm, draft_lm, shared, memo, kind, None, draft_temperature
-            )
+            what_pays = speculate("lookup" if drafter == "none" else drafter, None)
             closing.callback(what_pays.save)
             return what_pays
 
@@ -279,9 +260,9 @@ def load(
             speculation,
             verifier,
             n_tokens=vocabulary.real_tokens(target.tokenizer),
-            draft=draft_lm,
-            draft_tokenizer=draft_tokenizer,
-            n_tokens_draft=n_tokens_draft,
+            draft=small.lm,
+            draft_tokenizer=small.tokenizer,
+            n_tokens_draft=small.n_tokens,
             chat_template=files.chat_template or target.chat_template,
             files=tuple(path for path in (files.target, files.draft) if path is not None),
             auto=auto,
@@ -293,10 +274,24 @@ def load(
 
 def _slots(
     target: llama.Model,
+    files: Files,
+    plan: _Plan,
     n_ctx: int,
-    decoding: Decoding,
-    memo: Path,
+    parallel: int | None,
     most: int,
+) -> tuple[int, Path]:
+    """How many answers are worked on at once, and where their costs are kept."""
+    memo = memo_path(files, plan.settings)
+    n_slots = parallel or _fastest(target, n_ctx, plan.settings[0], memo, most)
+    if n_slots == 1:
+        return 1, memo
+    shared = memo_path(files, plan.settings, n_slots)
+    parallelism.grown(shared, memo)
+    return n_slots, shared
+
+
+def _fastest(
+    target: llama.Model, n_ctx: int, decoding: Decoding, memo: Path, most: int
 ) -> int:
     """The number of answers at once that is fastest, and fits into half of the free memory."""
     size = min(_PROBED, target.n_ctx_train)
@@ -323,36 +318,63 @@ def _other_tokens(small: llama.Model, joint: pairing.Joint) -> list[str]:
     ]
 
 
-def _draft_size(
-    small: llama.Model, n_ctx: int, asked: int | None
-) -> tuple[int, list[str]]:
-    """Tokens of the draft's context, 0 when it cannot be used, and what the user should know."""
-    size = min(n_ctx, asked or small.n_ctx_train)
-    if size == n_ctx:
-        return size, []
-    reason = (
-        f"was trained for {size} tokens" if asked is None else f"has a context of {size} tokens"
+@dataclass(frozen=True)
+class _Draft:
+    """A draft model that is ready, or none. shared: how it reads the target's tokens."""
+
+    lm: CachedLM | None = None
+    tokenizer: llama.Tokenizer | None = None
+    n_tokens: int | None = None
+    shared: VocabularyMap | int = 0
+    notices: tuple[str, ...] = ()
+    layout: tuple[str, ...] = ()
+
+
+def _open_draft(
+    stack: ExitStack, path: Path, plan: _Plan, target: llama.Model, n_ctx: int, n_slots: int
+) -> _Draft:
+    """The draft over a context of its own, or without one where the memory is not there.
+
+    Raises ModelError for the latter when the draft model alone was asked for, and when the two
+    models have too little in common.
+    """
+    _, decoding, _, where = plan.settings
+    small = stack.enter_context(open_model(path, where))
+    joint = pairing.join(target.tokenizer, small.tokenizer)
+    size = min(n_ctx, plan.ctx_sizes[1] or small.n_ctx_train)
+    notices = [
+        *_other_tokens(small, joint),
+        *notes.of_draft(small, size),
+        *_short_sight(small, size, n_ctx, plan.ctx_sizes[1] is not None),
+    ]
+    try:
+        lm = CachedLM(open_context(small, size, decoding, n_slots=n_slots))
+    except ModelError as error:
+        if plan.drafter == "model":
+            raise
+        small.close()
+        return _Draft(notices=(*notices, f"the draft is left out: {error}"))
+    return _Draft(
+        lm,
+        small.tokenizer,
+        vocabulary.real_tokens(small.tokenizer),
+        joint.map,
+        tuple(notices),
+        (notes.layout("draft", small, decoding),),
     )
-    return size, [
+
+
+def _short_sight(small: llama.Model, size: int, n_ctx: int, was_asked: bool) -> list[str]:
+    """What the user should know of a draft whose context is smaller than the target's."""
+    if size == n_ctx:
+        return []
+    reason = (
+        f"has a context of {size} tokens" if was_asked else f"was trained for {size} tokens"
+    )
+    return [
         f"the draft {small.name} {reason}, so of longer texts it sees only the last "
         f"{size // 2} to {size}"
     ]
-
-
-def _draft_lm(
-    small: llama.Model, size: int, decoding: Decoding, n_slots: int, drafter: str
-) -> tuple[CachedLM | None, list[str]]:
-    """The draft over a context that its model closes, or None where the memory is not there.
-
-    Raises ModelError for the latter when the draft model alone was asked for.
-    """
-    try:
-        return CachedLM(open_context(small, size, decoding, n_slots=n_slots)), []
-    except ModelError as error:
-        if drafter == "model":
-            raise
-        small.close()
-        return None, [f"the draft is left out: {error}"]
 
 
 @dataclass(frozen=True)
@@ -402,28 +424,28 @@ def _fitting(files: Files, plan: _Plan) -> tuple[Files, list[str]]:
 
 def _speculation(
     target: CachedLM,
-    draft: CachedLM | None,
-    shared: VocabularyMap | int,
+    small: _Draft,
     memo: Path,
     drafter: str,
     draft_tokens: int | None,
-    draft_temperature: float | None,
+    *,
+    temperature: float | None,
 ) -> tuning.Speculation:
     """The way to speculate that the options ask for, as far as the models allow it."""
     if drafter == "none" or draft_tokens == 0 or target.max_draft == 0:
         return tuning.plain()
-    if drafter == "model" and draft is None:  # refused, which the notices say
+    if drafter == "model" and small.lm is None:  # which the notices say
         return tuning.plain()
-    if draft is not None and draft_tokens is not None:
-        return tuning.fixed(draft, shared, draft_tokens, draft_temperature)
+    if small.lm is not None and draft_tokens is not None:
+        return tuning.fixed(small.lm, small.shared, draft_tokens, temperature)
     return tuning.measured(
         target,
-        draft,
-        shared,
+        small.lm,
+        small.shared,
         memo,
         lookup=drafter != "model",
         limit=MAX_DRAFT_TOKENS if draft_tokens is None else draft_tokens,
-        temperature=draft_temperature,
+        temperature=temperature,
     )
 
 
@@ -473,6 +495,13 @@ def open_context(
         n_snapshots=decoding.n_snapshots if n_slots == 1 else 0,
         full_window=decoding.cache.full_window,
     )
+
+
+def _check_counts(counts: dict[str, tuple[int, int | None, int]]) -> None:
+    """Raises UsageError for a number that is given and not between the other two."""
+    for name, (least, count, most) in counts.items():
+        if count is not None and not least <= count <= most:
+            raise UsageError(f"{name} must be between {least} and {most}, not {count}")
 
 
 def _check_options(drafter: str, verifier: str | None, draft_temperature: float | None) -> None:
