@@ -45,11 +45,13 @@ class Round:
     """What one round adds to a sequence: the accepted drafts, then exactly one token more.
 
     target_laws: the target's laws that verification looked at, from the first drafted position on.
+    is_coupled: whether draft and target drew with the same noise.
     """
 
     tokens: tuple[int, ...]
     draft: Draft
     target_laws: tuple[Law, ...]
+    is_coupled: bool = False
 
     @property
     def proposed(self) -> int:
@@ -69,6 +71,17 @@ class Round:
         """
         last = "bonus" if self.accepted == self.proposed else "corrected"
         return ("accepted",) * self.accepted + (last,)
+
+    @property
+    def acceptances(self) -> list[float]:
+        """What each position that was looked at tells of how much is accepted there.
+
+        That is sum min(p, q), which is known without the noise of a coin. The coupled rule accepts
+        less, down to (1 - TV) / (1 + TV): there it is what happened, 1 or 0.
+        """
+        if self.is_coupled:
+            return [float(i < self.accepted) for i in range(len(self.target_laws))]
+        return [overlap(p, q) for p, q in zip(self.target_laws, self.draft.laws, strict=False)]
 
 
 # The target's law at the i-th drafted position (i = number of drafts before it), asked for in order
@@ -187,10 +200,10 @@ def verify_coupled(draft: Draft, target: TargetLaws, streams: Streams) -> Round:
         seen.append(p)
         drawn = streams.at(i).correction.categorical(p)
         if drawn != token:
-            return Round((*draft.tokens[:i], drawn), draft, tuple(seen))
+            return Round((*draft.tokens[:i], drawn), draft, tuple(seen), is_coupled=True)
     n = len(draft.tokens)
     bonus = streams.at(n).correction.categorical(target(n))
-    return Round((*draft.tokens, bonus), draft, tuple(seen))
+    return Round((*draft.tokens, bonus), draft, tuple(seen), is_coupled=True)
 
 
 VERIFIERS: dict[str, Verifier] = {

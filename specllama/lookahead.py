@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from specllama.acceptance import Round, overlap
+from specllama.acceptance import Round
 from specllama.costs import Budget, CostTable
 from specllama.errors import UsageError
 from specllama.sampling import Floats, Law
@@ -103,10 +103,9 @@ class FixedLength:
 class AcceptancePredictor:
     """The acceptance of a token before it is drawn, from the draft's law at its position.
 
-    Logistic regression on the law's shape, trained online by a Newton step per label. The label is
-    sum min(p, q) at a verified position, which is known exactly and has no coin noise; under
-    coupled verification it is an upper bound. state: as `state` gave it; ValueError for anything
-    else.
+    Logistic regression on the law's shape, trained online by a Newton step per label: what a
+    verified position tells (`Round.acceptances`). state: as `state` gave it; ValueError for
+    anything else.
     """
 
     _FORGET = 0.997
@@ -322,8 +321,7 @@ class MeasuredLength:
             saved = self._saved_ms + self._PROBE_SHARE * self.budget.last_ms
             self._saved_ms = min(saved, self._MOST_SAVED_MS)
         for outcome, features in zip(rounds, self._features, strict=True):
-            for p, q, x in zip(outcome.target_laws, outcome.draft.laws, features, strict=False):
-                label = overlap(p, q)
+            for label, x in zip(outcome.acceptances, features, strict=False):
                 self.predictor.learn(x, label)
                 self._expect(label)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from specllama.acceptance import Round, overlap
+from specllama.acceptance import Round
 from specllama.costs import Budget, CostTable
 from specllama.lookahead import MAX_DRAFT_TOKENS
 from specllama.sampling import Law
@@ -121,8 +121,8 @@ class SharedLength:
             saved = self._saved_ms + self._PROBE_SHARE * self.budget.last_ms
             self._saved_ms = min(saved, self._MOST_SAVED_MS)
         for outcome in rounds:
-            for p, q in zip(outcome.target_laws, outcome.draft.laws, strict=False):
-                self._learn(overlap(p, q))
+            for label in outcome.acceptances:
+                self._learn(label)
 
     def _learn(self, label: float) -> None:
         self._n_labels += 1

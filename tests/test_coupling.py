@@ -10,7 +10,7 @@ import pytest
 from chance import chi_square, frequency_error
 from toys import PLAIN, Iid, Noisy, Oracle, Table, ToyContext, enumerate_runs, toy_lm
 
-from specllama.acceptance import Draft, Round, verify_coupled
+from specllama.acceptance import Draft, Round, verify_coupled, verify_tokens
 from specllama.coupling import KeyedRng, KeyedStreams
 from specllama.drafting import Drafter, ModelDrafter, NullDrafter, SequenceState
 from specllama.lm import CachedLM
@@ -127,6 +127,23 @@ def test_acceptance_is_the_formula_of_the_coupling(p: list[float], q: list[float
         for i in range(n)
     )
     assert abs(equal / n - formula) < frequency_error(n)
+
+
+def test_what_is_learnt_of_a_round_is_the_couplings_own_acceptance() -> None:
+    """Less than the overlap of the laws, which is what the other rules accept."""
+    p, q = Law(np.array([0.2, 0.5, 0.3])), Law(np.array([0.6, 0.3, 0.1]))
+    learnt = []
+    for seed in range(4000):
+        streams = KeyedStreams.keyed(seed)
+        draft = Draft(
+            tuple(streams.at(i).draft.categorical(q) for i in range(3)), (q,) * 3
+        )
+        coupled = verify_coupled(draft, lambda _: p, streams)
+        assert coupled.acceptances == [1.0] * coupled.accepted + [0.0] * (coupled.accepted < 3)
+        learnt += coupled.acceptances
+    assert abs(np.mean(learnt) - 26 / 45) < frequency_error(len(learnt))
+    tokens = verify_tokens(draft, lambda _: p, Streams.seeded(1))
+    assert tokens.acceptances[0] == pytest.approx(0.6)
 
 
 def slow_draw(law: Law, rng: KeyedRng) -> int:
