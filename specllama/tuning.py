@@ -30,7 +30,8 @@ class Speculation:
 
     budget: for the loop to report rounds to, or None where nothing is measured. verdict: in one
     sentence, what speculation is worth now. save: keeps what was learnt for the next time.
-    at_length: the same draft model with so many draft tokens every round, to compare with.
+    at_length: the same draft model with so many draft tokens every round, to compare with, and with
+    a `temperature` of its own if one is given.
     """
 
     drafter: Drafter
@@ -38,7 +39,7 @@ class Speculation:
     budget: Budget | None = None
     verdict: Callable[[], str | None] = lambda: None
     save: Callable[[], None] = lambda: None
-    at_length: Callable[[int], Speculation] | None = None
+    at_length: Callable[..., Speculation] | None = None
 
 
 def plain() -> Speculation:

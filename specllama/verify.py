@@ -33,6 +33,9 @@ _FEWEST_ANSWERS = 200
 # In the test of the law, so that few rows serve thousands of answers: the likeliest tokens of each
 # position, and drafted tokens of each round.
 _FEW_TOKENS, _FEW_DRAFTS = 4, 3
+# A draft that is nearly the target leaves nothing to correct, so that no test of the law could see
+# a wrong correction. From this share of kept tokens on, it is sampled hotter there.
+_NEARLY, _HOT = 0.9, 4.0
 _ROOM = 80  # tokens of the context that a text leaves free
 _OFFSETS = (0, 5, 17, 29, 41, 53)  # tokens into an answer
 
@@ -83,12 +86,17 @@ class Position:
 
 @dataclass(frozen=True)
 class Report:
-    """All answers. greedy: with the names of their texts and drafters."""
+    """All answers.
+
+    greedy: with the names of their texts and drafters. draft_temperature: of the draft in the test
+    of the law, where it is not the target's.
+    """
 
     plan: Plan
     greedy: tuple[tuple[str, replaying.Replay], ...]
     acceptance: Acceptance
     positions: tuple[Position, ...]
+    draft_temperature: float | None = None
 
     @property
     def fit(self) -> Fit:
@@ -170,20 +178,32 @@ def verify(
     until = plan.seconds * (_GREEDY_SHARE + _ACCEPTANCE_SHARE)
     tell("how much is accepted")
     acceptance = _acceptance(pair, plan, lambda: clock() - begun < until)
+    hot, drafter = _for_the_law(pair, plan, acceptance)
     positions = []
     for number, (name, prefix) in enumerate(_positions(plan, greedy)):
         if number and clock() - begun > plan.seconds:
             break
         tell(f"the law of the tokens, {number + 1} of {plan.positions}")
         share = max(0.0, begun + plan.seconds - clock()) / (plan.positions - number)
-        positions.append(_position(pair, plan, name, prefix, share, clock))
-    return Report(plan, tuple(greedy), acceptance, tuple(positions))
+        positions.append(_position(pair, plan, drafter, name, prefix, share, clock))
+    return Report(plan, tuple(greedy), acceptance, tuple(positions), hot)
 
 
 def _fixed(pair: Pair, n_tokens: int) -> Drafter:
     """The draft model with so many tokens a round, or what a pair without one drafts with."""
     at_length = pair.speculation.at_length
     return pair.speculation.drafter if at_length is None else at_length(n_tokens).drafter
+
+
+def _for_the_law(
+    pair: Pair, plan: Plan, acceptance: Acceptance
+) -> tuple[float | None, Drafter]:
+    """The drafter of the test of the law, and the temperature it is given if it needs another."""
+    n_drafts, at_length = plan.answer_tokens - 1, pair.speculation.at_length
+    if at_length is None or acceptance.high < _NEARLY * plan.draft_tokens:
+        return None, _fixed(pair, n_drafts)
+    hot = _HOT * max(1.0, plan.params.temperature)
+    return hot, at_length(n_drafts, temperature=hot).drafter
 
 
 def _greedy(
@@ -241,16 +261,16 @@ def _positions(
 def _position(
     pair: Pair,
     plan: Plan,
+    drafter: Drafter,
     name: str,
     prefix: Sequence[int],
     seconds: float,
     clock: Callable[[], float],
 ) -> Position:
     """The test of the law after one text, with the rule and with the control on the same rows."""
-    n_drafts = plan.answer_tokens - 1
     setting = Setting(
         Memo(pair.target),
-        remembered(_fixed(pair, n_drafts)),
+        remembered(drafter),
         replace(plan.params, top_k=min(plan.params.top_k or _FEW_TOKENS, _FEW_TOKENS)),
         pair.n_tokens,
         plan.answer_tokens,

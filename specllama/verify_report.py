@@ -63,6 +63,7 @@ def as_object(pair: Pair, report: Report) -> dict[str, Any]:
         "law": {
             "ok": report.law_ok,
             "level": LEVEL,
+            "draft_temperature": report.draft_temperature,
             **_fit_object(report.fit),
             "positions": [
                 {"name": p.name, **_fit_object(p.fit)} for p in report.positions
@@ -127,7 +128,16 @@ def _law(report: Report) -> str:
     return (
         f"{n} answers of {report.plan.answer_tokens} tokens after {len(report.positions)} "
         f"texts: {_fit(report.fit)}; a total variation distance of {report.fit.detectable:.2g} "
-        "would show"
+        f"would show{_hot(report)}"
+    )
+
+
+def _hot(report: Report) -> str:
+    if report.draft_temperature is None:
+        return ""
+    return (
+        "; the draft is nearly the target, so it draws at temperature "
+        f"{report.draft_temperature:g} here, to have something corrected"
     )
 
 

@@ -32,6 +32,7 @@ from specllama.speculation import Speculator
 GREEDY = SamplingParams(temperature=0)
 N_TOKENS = 397  # real ones of the tiny vocabulary
 N_DRAFT = 4
+EXACT: dict[str, Any] = {"kv_type": "f32", "flash_attention": False}
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def model(path: Path) -> llama.Model:
 
 @contextmanager
 def lm(path: Path, options: dict[str, Any], n_ctx: int = 640) -> Iterator[CachedLM]:
-    options = {"kv_type": "f32", "flash_attention": False} | options
+    options = {**EXACT, **options}
     with llama.Context(model(path), n_ctx=n_ctx, n_batch=128, **options) as context:
         yield CachedLM(context)
 

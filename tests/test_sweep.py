@@ -36,6 +36,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "snapshots": ("hybrid", {"n_snapshots": 5}),
     "checkpoints": ("hybrid", {}),
 }
+EXACT: dict[str, Any] = {"threads": 1, "kv_type": "f32", "flash_attention": False}
 # (context, batch): smaller than a draft, odd, with the batch below, at and above the context
 SIZES = [(5, 17), (17, 17), (64, 17), (65, 32), (96, 96), (128, 50)]
 # With these the texts of a seed part where noise and logits nearly tie; see `parts_at_a_tie`.
@@ -95,7 +96,7 @@ def model(kind: str, noise: float) -> llama.Model:
 def lm(role: str, kind: str, noise: float, size: tuple[int, int]) -> CachedLM:
     """A context that settings share; each finds what the last one left."""
     of, options = KINDS[kind]
-    options = {"threads": 1, "kv_type": "f32", "flash_attention": False} | options
+    options = {**EXACT, **options}
     n_ctx, n_batch = size
     context = llama.Context(
         model(of, noise), n_ctx=n_ctx, n_batch=n_batch, n_outputs=17, **options
@@ -122,7 +123,7 @@ def parts_at_a_tie(here: Setting, whole: list[int], other: int) -> bool:
     rng = here.state().streams.at(len(tokens)).draft
     pair = np.array([whole[-1], other])
     first, second = -np.log1p(-rng.uniforms(pair)) / law.probs[pair]  # type: ignore[attr-defined]
-    return abs(np.log(first / second)) < 0.01
+    return bool(abs(np.log(first / second)) < 0.01)
 
 
 @pytest.mark.parametrize("part", range(N_PARTS))

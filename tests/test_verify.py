@@ -66,7 +66,14 @@ def pair(
 ) -> Pair:
     make = drafter or (lambda: ModelDrafter(toy_lm(DRAFT), FixedLength(2), n_vocab))
     lm = target if isinstance(target, CachedLM) else toy_lm(target)
-    speculation = Speculation(make(), "model", at_length=lambda _: Speculation(make(), "model"))
+
+    def at_length(_: int, temperature: float | None = None) -> Speculation:
+        made = make()
+        if isinstance(made, ModelDrafter):
+            made._temperature = temperature
+        return Speculation(made, "model")
+
+    speculation = Speculation(make(), "model", at_length=at_length)
     return Pair(lm, Letters(), speculation, n_tokens=n_vocab)
 
 
@@ -195,7 +202,16 @@ def test_near_ties_may_fall_either_way_and_are_listed(second: float, forks: bool
         assert "'b' for 'a', 0.005 below it (limit 0.04)" in page(near, report)
 
 
-def test_a_draft_that_is_the_target_leaves_the_control_unseen() -> None:
+def test_a_draft_that_is_the_target_is_sampled_hotter_so_that_the_control_is_seen() -> None:
+    twins = pair(drafter=lambda: ModelDrafter(toy_lm(TARGET), FixedLength(2), 3))
+    report = check(twins, replace(PLAN, answers=4000))
+    assert report.ok and report.draft_temperature == 4
+    assert "draws at temperature 4 here" in page(twins, report)
+    assert check(pair()).draft_temperature is None
+
+
+def test_a_control_that_is_not_seen_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specllama.verify._NEARLY", 2)
     twins = pair(drafter=lambda: ModelDrafter(toy_lm(TARGET), FixedLength(2), 3))
     report = check(twins)
     assert report.greedy_ok and report.law_ok and report.acceptance.ok
