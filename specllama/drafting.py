@@ -6,6 +6,7 @@ makes can change the law of the output, only how much of the proposal is kept.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -146,7 +147,8 @@ class ModelDrafter:
         skip = self._skipped[state.slot] = self._fitting_skip(state, len(tokens))
         self.policy.start([self.lm.missing(state.slot, tokens[skip:])])
         if state.n_left > 1 and self.room(state) > 0 and self.policy.expects(0):
-            self.lm.prefill(state.slot, tokens[skip:-1])
+            with contextlib.suppress(DecodeError):  # the target goes on alone, or it works later
+                self.lm.prefill(state.slot, tokens[skip:-1])
 
     def propose(self, sequences: Sequence[SequenceState], limits: Sequence[int]) -> list[Draft]:
         """Draft until the policy, the limit or the draft model's context says stop."""

@@ -247,6 +247,18 @@ def test_flash_attention_is_as_it_was_chosen(flash: str) -> None:
             )
 
 
+@pytest.mark.skipif(llama.supports_gpu(), reason="the choice is llama.cpp's there")
+@pytest.mark.parametrize(
+    ("n_ctx", "n_slots", "flash"), [(64, 4, True), (65, 4, False), (64, 1, False)]
+)
+def test_many_short_sequences_are_read_with_flash_attention(
+    n_ctx: int, n_slots: int, flash: bool
+) -> None:
+    with llama.Model(tiny()) as model:
+        context = llama.Context(model, n_ctx=n_ctx, n_slots=n_slots, threads=1)
+        assert context.has_flash_attention is flash
+
+
 def test_cache_types_have_the_numbers_that_the_bindings_give_them() -> None:
     theirs = {name: getattr(native.lib, f"GGML_TYPE_{name.upper()}", None) for name in CACHE_TYPES}
     known = {name: number for name, number in theirs.items() if number is not None}

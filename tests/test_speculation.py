@@ -310,6 +310,15 @@ def test_a_draft_that_cannot_decode_leaves_the_round_to_the_target() -> None:
     assert all(r.draft.failed and r.proposed == 0 for r in rounds[:-1])
 
 
+def test_a_draft_that_cannot_read_the_prompt_leaves_it_to_the_target() -> None:
+    toy = ToyContext(DRAFT, 7)
+    toy.fail_decode = True
+    drafter = ModelDrafter(CachedLM(toy), FixedLength(3), 7)
+    speculator = Speculator(CachedLM(ToyContext(TARGET, 7)), drafter, verify_block, 7)
+    speculator.prefill(state(prompt=[1, 2, 3]))
+    assert drafter.lm.rows_decoded == 0
+
+
 def test_a_draft_with_nothing_left_to_draw_leaves_the_round_to_the_target() -> None:
     """The bans leave the target a token that the draft does not have."""
     params = replace(GREEDY, logit_bias=dict.fromkeys(range(5), -np.inf))
