@@ -65,15 +65,15 @@ def _cut(path: Path) -> ModelError | None:
     if not path.is_file():
         return _missing(path)
     size = path.stat().st_size
+    advice = joining(path) or "download it again"
     try:
         expected = expected_size(path)
     except CutHeader:
         return ModelError(
-            f"{path} is incomplete: at {size:,} bytes it ends within its header; download it again"
+            f"{path} is incomplete: at {size:,} bytes it ends within its header; {advice}"
         )
     if expected is None or size >= expected:
         return None
-    advice = joining(path) or "download it again"
     return ModelError(f"{path} is incomplete: it has {size:,} of {expected:,} bytes; {advice}")
 
 

@@ -229,7 +229,7 @@ def test_a_split_model_is_whole_or_names_the_part_that_is_not(tmp_path: Path) ->
 @pytest.mark.parametrize("name", ["m.gguf.part1of2", "m.gguf-split-a", "m.gguf.part-00"])
 def test_a_piece_of_a_file_is_to_be_joined_with_the_others(name: str, tmp_path: Path) -> None:
     first, second = tmp_path / name, tmp_path / "m.gguf.part2of2"
-    for path, data in ((first, GOOD[:-9]), (second, GOOD[-9:])):
+    for path, data in ((first, GOOD[:-9]), (first, GOOD[:1024]), (second, GOOD[-9:])):
         path.write_bytes(data)
         expect_refusal(specllama("check", "-m", path), 3, "a piece of m.gguf", "in their order")
 

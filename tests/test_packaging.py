@@ -69,7 +69,7 @@ def test_the_metadata_says_what_is_needed(wheel: Path) -> None:
     assert "llama-cpp-python<0.4,>=0.3.36" in needed
     assert {line.partition(">")[0].partition("<")[0] for line in needed} == {
         *("llama-cpp-python", "numpy", "click", "huggingface-hub", "tomlkit", "jinja2"),
-        *("prompt-toolkit", "tqdm"),
+        *("filelock", "prompt-toolkit", "tqdm"),
     }
     assert set(metadata.get_all("Provides-Extra", [])) == {"plot", "dev"}
 
