@@ -12,7 +12,7 @@ them is decoded again, together with what comes next.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -214,15 +214,26 @@ class CachedLM:
 
         A beginning that another slot holds is copied from there, if it is long enough for that.
         """
-        self._borrow(slot, tokens)
-        rows = self._sync(Request(slot, tokens, 0))
-        n_batch = self._context.n_batch
-        for begin in range(0, len(rows.tokens), n_batch):
-            part = rows.tokens[begin : begin + n_batch]
-            self._decode([Rows(slot, rows.start + begin, part, 0)])
-        if self._context.has_state and tokens:
-            self._remember(slot, is_lasting=True)
-        return len(rows.tokens)
+        return self.prefill_together({slot: tokens})[slot]
+
+    def prefill_together(self, wanted: Mapping[int, list[int]]) -> dict[int, int]:
+        """`prefill` for several slots, with the rows of as many as fit in each decode.
+
+        Sequences that begin like one before them wait for it, to copy its beginning.
+        """
+        counts: dict[int, int] = {}
+        while len(counts) < len(wanted):
+            left = {slot: tokens for slot, tokens in wanted.items() if slot not in counts}
+            slots = sorted(self._unlike(left))
+            for slot in slots:
+                self._borrow(slot, left[slot])
+            pending = [self._sync(Request(slot, left[slot], 0)) for slot in slots]
+            counts |= {rows.slot: len(rows.tokens) for rows in pending}
+            self._decode_all(pending)
+            for slot in slots:
+                if self._context.has_state and left[slot]:
+                    self._remember(slot, is_lasting=True)
+        return counts
 
     def logits(self, requests: Sequence[Request]) -> list[LogitRows]:
         """Next-token logits, [n_last, n_vocab] float32 per request, valid until the next call.
@@ -240,14 +251,42 @@ class CachedLM:
             return self._decode_evenly(pending)
         return self._decode(pending, begun)
 
+    def _unlike(self, wanted: Mapping[int, list[int]]) -> list[int]:
+        """Slots whose sequence begins like no earlier one's that it had better copy from."""
+        chosen: list[int] = []
+        for slot, tokens in wanted.items():
+            held = (common_prefix(held, tokens) for held in self._held.values())
+            known = max(held, default=0)
+            shared = max((common_prefix(wanted[other], tokens) for other in chosen), default=0)
+            if not self._context.can_rollback or shared - known < self._least_copied:
+                chosen.append(slot)
+        return chosen
+
+    def _decode_all(self, pending: list[Rows]) -> None:
+        """Decode rows that need no logits, as many at a time as a batch takes."""
+        while any(rows.tokens for rows in pending):
+            batch, room = [], self._context.n_batch
+            for i, rows in enumerate(pending):
+                part = rows.tokens[:room]
+                if part:
+                    batch.append(Rows(rows.slot, rows.start, part, 0))
+                    rest = rows.tokens[len(part) :]
+                    pending[i] = Rows(rows.slot, rows.start + len(part), rest, 0)
+                    room -= len(part)
+            self._decode(batch)
+
+    @property
+    def _least_copied(self) -> int:
+        """Tokens from which on copying them is less than decoding them."""
+        return max(self._WORTH_COPYING, self._context.n_ctx // self._COPIED)
+
     def _borrow(self, slot: int, tokens: list[int]) -> None:
         """Copy the beginning of a sequence from the slot that holds most of it, if that is more."""
         if not self._held or not self._context.can_rollback:
             return
         shared = {other: common_prefix(held, tokens) for other, held in self._held.items()}
         best = max(shared, key=shared.__getitem__)
-        least = max(self._WORTH_COPYING, self._context.n_ctx // self._COPIED)
-        if best == slot or shared[best] - shared.get(slot, 0) < least:
+        if best == slot or shared[best] - shared.get(slot, 0) < self._least_copied:
             return
         self._sync(Request(best, list(self._held[best]), 0))  # an interrupt may have left rows
         self._held[slot] = []

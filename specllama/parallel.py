@@ -105,21 +105,21 @@ class Parallel:
         rows: list[_Row[Source]] = []
         are_left = True
         while True:
-            while are_left and len(rows) < self._n_slots:
+            new: list[_Row[Source]] = []
+            while are_left and len(rows) + len(new) < self._n_slots:
                 job = next(jobs, None)
                 are_left = job is not None
-                if job is None:
-                    break
-                row = self._row(job, {row.state.slot for row in rows})
-                if answer := self._begin(row):
-                    yield answer
-                else:
-                    rows.append(row)
-            if not rows:
-                return
-            answers = self._round(rows)
-            rows = [row for row in rows if all(row.job is not a.job for a in answers)]
+                if job is not None:
+                    new.append(self._row(job, {row.state.slot for row in (*rows, *new)}))
+            answers = self._begin(new)
+            rows = _without(answers, [*rows, *new])
             yield from answers
+            if rows:
+                answers = self._round(rows)
+                rows = _without(answers, rows)
+                yield from answers
+            elif not are_left:
+                return
 
     def _row(self, job: Job[Source], taken: set[int]) -> _Row[Source]:
         """A row in the free slot that still holds most of its prompt."""
@@ -132,19 +132,31 @@ class Parallel:
         )
         return _Row(job, state, self._pair.ending(job.question), stats)
 
-    def _begin(self, row: _Row[Source]) -> Answer[Source] | None:
-        """Read the prompt; an answer at once if there is none to be had."""
-        if row.state.n_left <= 0:
+    def _begin(self, rows: Sequence[_Row[Source]]) -> list[Answer[Source]]:
+        """Read the prompts; the answers of those to which there is none to be had."""
+        full = [row for row in rows if row.state.n_left <= 0]
+        for row in full:
             row.take(row.ending.exhausted())
-            return row.answer()
+        open_rows = [row for row in rows if row.state.n_left > 0]
+        return [*(row.answer() for row in full), *self._read(open_rows)]
+
+    def _read(self, rows: Sequence[_Row[Source]]) -> list[Answer[Source]]:
+        """Decode the prompts together; the answers of those that cannot be."""
+        if not rows:
+            return []
         begun = time.perf_counter()
         try:
-            decoded = self._speculator.prefill(row.state)
+            decoded = self._speculator.prefill_together([row.state for row in rows])
         except SpecllamaError as error:
-            return row.answer(error)
-        row.stats.prompt_cached_n = len(row.state.tokens) - 1 - decoded
-        row.stats.prompt_ms = 1000 * (time.perf_counter() - begun)
-        return None
+            # One by one they show whose error it is.
+            if len(rows) == 1:
+                return [rows[0].answer(error)]
+            return [answer for row in rows for answer in self._read([row])]
+        ms = 1000 * (time.perf_counter() - begun)
+        for row, n_rows in zip(rows, decoded, strict=True):
+            row.stats.prompt_cached_n = len(row.state.tokens) - 1 - n_rows
+            row.stats.prompt_ms = ms
+        return []
 
     def _round(self, rows: Sequence[_Row[Source]]) -> list[Answer[Source]]:
         """One round of these rows; the answers that ended with it."""
@@ -168,3 +180,10 @@ class Parallel:
             if row.ending.reason is not None:
                 ended.append(row.answer())
         return ended
+
+
+def _without(
+    answers: Sequence[Answer[Source]], rows: Sequence[_Row[Source]]
+) -> list[_Row[Source]]:
+    """The rows that are not among the answers."""
+    return [row for row in rows if all(row.job is not answer.job for answer in answers)]

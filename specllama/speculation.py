@@ -40,9 +40,14 @@ class Speculator:
 
     def prefill(self, state: SequenceState) -> int:
         """Read a new sequence's prompt, all but its last token; rows the target decoded for it."""
-        decoded = self.target.prefill(state.slot, state.tokens[:-1])
-        self.drafter.prepare(state)
-        return decoded
+        return self.prefill_together([state])[0]
+
+    def prefill_together(self, sequences: Sequence[SequenceState]) -> list[int]:
+        """`prefill` for several new sequences, which share the target's decodes."""
+        decoded = self.target.prefill_together({s.slot: s.tokens[:-1] for s in sequences})
+        for state in sequences:
+            self.drafter.prepare(state)
+        return [decoded[s.slot] for s in sequences]
 
     def round(self, sequences: Sequence[SequenceState]) -> list[Round]:
         """Extend each sequence's tokens by one round; what was added, in the same order.

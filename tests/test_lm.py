@@ -212,6 +212,28 @@ def test_an_earlier_prompt_is_gone_back_to() -> None:
     assert lm.prefill(0, [*prompt, 0, 0]) == 2
 
 
+def test_prompts_that_begin_together_share_decodes_and_those_that_begin_alike_are_copied() -> None:
+    toy = context(n_batch=40)
+    lm = CachedLM(toy)
+    begin = [1, 2, 3, 4] * 5
+    wanted = {
+        2: [*begin, 0], 0: [0, 1, 2], 1: [*begin, 4, 4], 3: [2] * 12,
+    }  # fmt: skip
+    assert lm.prefill_together(wanted) == {0: 3, 1: 2, 2: 21, 3: 12}
+    assert toy.decodes == [[(3, 0), (21, 0), (12, 0)], [(2, 0)]]
+    assert {slot: toy.slots[slot] for slot in wanted} == wanted
+    assert {slot: list(lm.held(slot)) for slot in wanted} == wanted
+
+
+def test_prompts_longer_than_a_batch_are_read_in_parts() -> None:
+    toy = context(n_batch=5)
+    lm = CachedLM(toy)
+    wanted = {0: [1] * 7, 1: [2] * 4, 2: [], 3: [3]}
+    assert lm.prefill_together(wanted) == {0: 7, 1: 4, 2: 0, 3: 1}
+    assert [sum(n for n, _ in decode) for decode in toy.decodes] == [5, 5, 2]
+    assert {slot: list(lm.held(slot)) for slot in wanted} == wanted
+
+
 class Interrupting(ToyContext):
     """Raises KeyboardInterrupt at a given call, before or after its effect."""
 
