@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from specllama.terminal import LineEditor
 
 
+_MUCH = 512  # tokens that take long enough to read for a word about it
 # What an option sets of a conversation, by the names that `sessions.load` has for it.
 _SETS = {
     "temp": "temperature", "repeat_last_n": "penalty_last_n",
@@ -162,7 +164,7 @@ def _conversation(
 ) -> Conversation:
     from specllama.conversation import Conversation
 
-    return Conversation(
+    conversation = Conversation(
         pair,
         chat_format,
         params=sampling_params(options),
@@ -174,6 +176,15 @@ def _conversation(
         context_full=options["context_full"],
         notify=lambda notice: screen.say(f"Note: {notice}"),
     )
+    if sys.stderr.isatty():
+        conversation.on_reading = partial(_tell_reading, screen)
+    return conversation
+
+
+def _tell_reading(screen: Screen, n_tokens: int) -> None:
+    """Why nothing is seen for a while."""
+    if n_tokens >= _MUCH:
+        screen.aside(f"reading {n_tokens:,} tokens; Ctrl-C stops")
 
 
 def _presentation(as_json: bool, hide_thinking: bool) -> Presentation:
@@ -291,14 +302,14 @@ def _turn(chat: Chat, line: str) -> bool:
     """Take a line; whether the chat goes on, which neither an error nor Ctrl-C ends."""
     from specllama.commands import take
 
-    before = list(chat.conversation.messages)
+    before = chat.conversation.last
     try:
         return take(chat, line)
     except SpecllamaError as error:
         chat.screen.say(f"Error: {error}")
     except KeyboardInterrupt:
         chat.conversation.settle()
-        if chat.conversation.messages == before:
+        if chat.conversation.last is before:
             chat.screen.aside("stopped before there was an answer; the conversation is as it was")
         else:
             chat.screen.aside("stopped; what was answered stays in the conversation")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specllama import answers, provenance, settings
+from specllama import answers, provenance, sessions, settings
 from specllama.chat import Chat
 from specllama.errors import UsageError
 from specllama.suggestions import nearest
@@ -103,6 +103,8 @@ def _edit(chat: Chat, _: str) -> None:
 
 def _save(chat: Chat, name: str) -> None:
     path = chat.session if chat.session and not name else _path(name)
+    if path.exists() and path != chat.session and not sessions.is_session(path):
+        raise UsageError(f"{path} is there and is no saved conversation; choose another name")
     chat.save(path)
     chat.screen.say(f"saved {_count(chat)} to {path}")
 
@@ -138,8 +140,10 @@ def _draft(chat: Chat, choice: str) -> None:
         is_number = choice.isascii() and choice.isdecimal()
         chat.conversation.speculate(int(choice) if is_number else choice.lower())
     now = chat.conversation.speculation
-    # The draft model that answers alone drafts for nobody.
-    verdict = None if now == "only" else chat.conversation.pair.speculation.verdict()
+    if now == "only":
+        chat.screen.say("drafting: only; the draft answers alone, and auto brings the target back")
+        return
+    verdict = chat.conversation.pair.speculation.verdict()
     chat.screen.say(f"drafting: {now}; {verdict}" if verdict else f"drafting: {now}")
 
 

@@ -58,7 +58,8 @@ class Conversation:
     messages: those of user and assistant that the model sees; the system prompt is apart.
     dropped: earlier ones that the context had no room for. params, system, max_tokens, stop, seed,
     ignore_eos, context_full, thinking: may be set between turns. last: the last answer of
-    `messages`. notify: told in a sentence when turns are dropped.
+    `messages`. notify: told in a sentence when turns are dropped. on_reading: told how many tokens
+    will be read before an answer begins.
 
     seed: None draws one for every answer. With a named seed the first answer has this seed itself,
     so it is what `generate` gives for the same prompt; others have one that is derived from the
@@ -94,6 +95,7 @@ class Conversation:
         self.stop = tuple(stop)
         self.seed = seed
         self.ignore_eos = ignore_eos
+        self.on_reading: Callable[[int], None] = lambda n_tokens: None
         self.context_full = context_full
         self.thinking = thinking
         self.messages: list[Message] = []
@@ -211,6 +213,7 @@ class Conversation:
         speaker = self._speakers.now
         gone, prompt = self._fitting(asked)
         answer = Answer(len(prompt), *opening_of(prompt, speaker.tokenizer))
+        self.on_reading(speaker.target.missing(0, list(prompt)))
         chunks = speaker.generate(
             prompt,
             self.params,

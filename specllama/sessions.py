@@ -65,6 +65,15 @@ def save(path: str | Path, conversation: Conversation, *, kv: bool = False) -> l
     return notices
 
 
+def is_session(path: Path) -> bool:
+    """Whether a file is a saved conversation, which another one may replace."""
+    try:
+        _parse(path.read_bytes())
+    except (OSError, ValueError, SpecllamaError, RecursionError, OverflowError):
+        return False
+    return True
+
+
 def load(
     path: str | Path, conversation: Conversation, keep: Collection[str] = ()
 ) -> list[str]:

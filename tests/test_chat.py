@@ -428,6 +428,19 @@ def test_a_text_that_was_read_can_be_taken_back_unsent(
     assert "not sent yet" in page.read_notes()
 
 
+def test_save_replaces_a_saved_conversation_and_nothing_else(
+    chat: Chat, page: Page, tmp_path: Path
+) -> None:
+    precious = tmp_path / "precious.txt"
+    precious.write_text("precious")
+    assert "is no saved conversation" in refused(chat, f"/save {precious}")
+    assert precious.read_text() == "precious"
+    take(chat, f"/save {tmp_path / 'talk.json'}")
+    take(chat, "hi")
+    take(chat, f"/save {tmp_path / 'talk.json'}")
+    assert page.read_notes().endswith(f"saved 2 messages to {tmp_path / 'talk.json'}")
+
+
 def test_a_mistyped_parameter_suggests_the_nearest(chat: Chat) -> None:
     assert "did you mean temp?" in refused(chat, "/set tmp 0.5")
 

@@ -122,7 +122,7 @@ ARROWS: dict[str, set[str]] = {
     "settings": {"options", "suggestions", "conversation"},
     "presentation": {"answers", "provenance", "thinking", "generation"},
     "chat": {"answers", "presentation", "sessions", "conversation", "prompts", "generation"},
-    "commands": {"chat", "answers", "provenance", "settings", "suggestions"},
+    "commands": {"chat", "answers", "provenance", "sessions", "settings", "suggestions"},
     "terminal": {"provenance"},
     "cli_chat": {
         *("options", "commands", "chat", "presentation", "conversation", "prompts", "markers"),
