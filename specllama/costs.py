@@ -54,6 +54,16 @@ class CostTable:
         """What is kept, for storing; the constructor takes it back."""
         return {rows: list(values) for rows, values in sorted(self._timings.items())}
 
+    def least(self, before: Mapping[int, Sequence[float]]) -> dict[int, list[float]]:
+        """The shortest of these times and of those from before, as many as make a step stale.
+
+        Long texts and other work only ever add to a time, and neither needs to be there when the
+        times are used again.
+        """
+        both = {rows: [*before.get(rows, ()), *self._timings.get(rows, ())]
+                for rows in sorted({*before, *self._timings})}  # fmt: skip
+        return {rows: sorted(times)[: self._STALE] for rows, times in both.items()}
+
 
 def _typical(times: Iterable[float]) -> float:
     """The lower quartile: other work on the machine only ever adds to a time."""

@@ -155,7 +155,12 @@ def _calibrate(target: CachedLM, draft: CachedLM | None, known: Knowledge) -> No
         most = target.max_rows if target.n_slots > 1 else MAX_DRAFT_TOKENS + 1
         most = min(most, target.max_rows, target.max_draft + 1)
         calibration.measure(target, known.target, most, all_logits=True)
-    if draft is not None and not known.draft.is_measured:
+    if draft is None:
+        return
+    if known.draft.is_measured:
+        # A draft that seems too dear is never run again, and its times would never be mended.
+        calibration.refresh(draft, known.draft)
+    else:
         calibration.measure(draft, known.draft, _MOST_TIMED, all_logits=False, seconds=1.0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -56,6 +57,23 @@ def knowledge() -> Knowledge:
     known = Knowledge(target, draft, predictor, 0.4, -0.1)
     predictor.learn(predictor.features(Law(np.array([0.6, 0.4])), 0), 0.3)
     return known
+
+
+def test_a_disturbed_time_of_a_draft_is_mended_the_next_time() -> None:
+    model, _ = lm()
+    ticks = itertools.count(0, 0.011)
+    costs = CostTable({1: [45.0] * 4, 4: [60.0]})
+    calibration.refresh(model, costs, clock=lambda: next(ticks))
+    assert costs.ms(1) == pytest.approx(11)
+    assert model.n_held(0) == 0
+
+
+def test_a_long_text_does_not_make_the_next_run_seem_dear(tmp_path: Path) -> None:
+    path = tmp_path / "memo.json"
+    calibration.store(path, Knowledge(CostTable({1: [11.0] * 4})))
+    calibration.store(path, Knowledge(CostTable({1: [52.0] * 9})))
+    again = calibration.recall(path)
+    assert again is not None and again.target.ms(1) == 11
 
 
 def test_what_is_stored_is_recalled(tmp_path: Path) -> None:

@@ -67,6 +67,14 @@ def test_costs_survive_storing() -> None:
     assert not CostTable().is_measured
 
 
+def test_what_is_stored_are_the_shortest_times_of_both_runs() -> None:
+    """A long text, or a busy machine, is not what the next run is like."""
+    before = {1: [11.0, 12.0, 45.0], 2: [20.0]}
+    after = CostTable({1: [51.0, 52.0, 10.0], 4: [9.0] * 9})
+    least = after.least(before)
+    assert least == {1: [10.0, 11.0, 12.0, 45.0], 2: [20.0], 4: [9.0] * 4}
+
+
 @pytest.mark.parametrize("n", [-1, 17])
 def test_a_fixed_length_out_of_range_is_refused(n: int) -> None:
     with pytest.raises(UsageError, match="between 0 and 16"):
