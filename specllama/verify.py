@@ -34,8 +34,8 @@ _FEWEST_ANSWERS = 200
 # position, and drafted tokens of each round.
 _FEW_TOKENS, _FEW_DRAFTS = 4, 3
 # A draft that is nearly the target leaves nothing to correct, so that no test of the law could see
-# a wrong correction. From this share of kept tokens on, it is sampled hotter there.
-_NEARLY, _HOT = 0.9, 4.0
+# a wrong correction. From this share of kept tokens on, it is sampled colder there.
+_NEARLY, _COLD = 0.9, 0.25
 _ROOM = 80  # tokens of the context that a text leaves free
 _OFFSETS = (0, 5, 17, 29, 41, 53)  # tokens into an answer
 
@@ -178,7 +178,7 @@ def verify(
     until = plan.seconds * (_GREEDY_SHARE + _ACCEPTANCE_SHARE)
     tell("how much is accepted")
     acceptance = _acceptance(pair, plan, lambda: clock() - begun < until)
-    hot, drafter = _for_the_law(pair, plan, acceptance)
+    cold, drafter = _for_the_law(pair, plan, acceptance)
     positions = []
     for number, (name, prefix) in enumerate(_positions(plan, greedy)):
         if number and clock() - begun > plan.seconds:
@@ -186,7 +186,7 @@ def verify(
         tell(f"the law of the tokens, {number + 1} of {plan.positions}")
         share = max(0.0, begun + plan.seconds - clock()) / (plan.positions - number)
         positions.append(_position(pair, plan, drafter, name, prefix, share, clock))
-    return Report(plan, tuple(greedy), acceptance, tuple(positions), hot)
+    return Report(plan, tuple(greedy), acceptance, tuple(positions), cold)
 
 
 def _fixed(pair: Pair, n_tokens: int) -> Drafter:
@@ -202,8 +202,8 @@ def _for_the_law(
     n_drafts, at_length = plan.answer_tokens - 1, pair.speculation.at_length
     if at_length is None or acceptance.high < _NEARLY * plan.draft_tokens:
         return None, _fixed(pair, n_drafts)
-    hot = _HOT * max(1.0, plan.params.temperature)
-    return hot, at_length(n_drafts, temperature=hot).drafter
+    cold = _COLD * plan.params.temperature
+    return cold, at_length(n_drafts, temperature=cold).drafter
 
 
 def _greedy(

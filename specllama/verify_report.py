@@ -105,6 +105,8 @@ def _greedy(pair: Pair, report: Report) -> list[str]:
     noise = max((one.noise for one in replays), default=0.0)
     far = sum(fork.margin > one.limit for _, fork, one in forks)
     narrow = f"{len(forks)} of {n_tokens} tokens differ; logits differ by up to {noise:.2g}"
+    if forks and not far:
+        narrow += ", so that near ties fall either way, and these are such"
     if far:
         narrow += f", and {far} of these tokens are further from the best one than twice that"
     return [
@@ -128,11 +130,11 @@ def _law(report: Report) -> str:
     return (
         f"{n} answers of {report.plan.answer_tokens} tokens after {len(report.positions)} "
         f"texts: {_fit(report.fit)}; a total variation distance of {report.fit.detectable:.2g} "
-        f"would show{_hot(report)}"
+        f"would show{_cold(report)}"
     )
 
 
-def _hot(report: Report) -> str:
+def _cold(report: Report) -> str:
     if report.draft_temperature is None:
         return ""
     return (

@@ -202,11 +202,11 @@ def test_near_ties_may_fall_either_way_and_are_listed(second: float, forks: bool
         assert "'b' for 'a', 0.005 below it (limit 0.04)" in page(near, report)
 
 
-def test_a_draft_that_is_the_target_is_sampled_hotter_so_that_the_control_is_seen() -> None:
+def test_a_draft_that_is_the_target_is_sampled_colder_so_that_the_control_is_seen() -> None:
     twins = pair(drafter=lambda: ModelDrafter(toy_lm(TARGET), FixedLength(2), 3))
-    report = check(twins, replace(PLAN, answers=4000))
-    assert report.ok and report.draft_temperature == 4
-    assert "draws at temperature 4 here" in page(twins, report)
+    report = check(twins, PLAN)
+    assert report.ok and report.draft_temperature == 0.25
+    assert "draws at temperature 0.25 here" in page(twins, report)
     assert check(pair()).draft_temperature is None
 
 
