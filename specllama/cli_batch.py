@@ -82,7 +82,12 @@ def batch(source: Path, output: Path, **options: Any) -> None:
     require_readable(source)
     _require_two_files(source, output)
     with stopping(), Output(output) as opened, contextlib.ExitStack() as stack:
-        counts = _run(source, opened, options, stack)
+        try:
+            counts = _run(source, opened, options, stack)
+        except KeyboardInterrupt:
+            if opened.is_file:
+                announce("the same command goes on from here")
+            raise
     if counts.n_failed:
         raise click.exceptions.Exit(SOME_FAILED)
 
@@ -284,10 +289,12 @@ def _summary(counts: Counts, output: Path) -> str:
     n = counts.n_rows
     parts = [f"{n} {'row' if n == 1 else 'rows'}: {counts.n_done} done"]
     if counts.n_before:
-        parts.append(f"{counts.n_before} were there before")
+        parts.append(f"{counts.n_before} {'was' if counts.n_before == 1 else 'were'} there before")
     if counts.n_failed:
         codes = [f"{code} {count}" for code, count in counts.codes.most_common()]
         codes += [f"before {counts.n_failed_before}"] if counts.n_failed_before else []
         parts.append(f"{counts.n_failed} failed ({', '.join(codes)})")
     where = "" if output == Path("-") else f"; {output}"
+    if counts.n_failed_before:
+        where += "; --retry-failed does those that failed again"
     return ", ".join(parts) + where

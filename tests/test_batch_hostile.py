@@ -219,7 +219,7 @@ def test_a_bar_on_a_terminal(source: Path, tmp_path: Path) -> None:
     from screens import terminal
 
     output = tmp_path / "out"
-    with terminal("batch", source, "-o", output, *options(), columns=120) as person:
+    with terminal("batch", source, "-o", output, *options(), columns=240) as person:
         assert person.end() == 0
         assert "3/3" in person.text and "tokens/s" in person.text
         assert person.lines[-1].startswith("3 rows: 3 done;")
