@@ -42,9 +42,9 @@ def test_the_commands_run_with_any_two_models(line: str) -> None:
 
 
 def test_the_example_answer_is_what_the_command_prints() -> None:
-    [block] = [block for _, block in BLOCKS if block.startswith("$ .venv/bin/specllama generate")]
+    [block] = [block for _, block in BLOCKS if block.startswith("$ specllama generate")]
     first, *shown = block.splitlines()
-    _, *arguments = shlex.split(first.removeprefix("$ .venv/bin/"))
+    _, *arguments = shlex.split(first.removeprefix("$ "))
     result = specllama(*arguments)
     assert result.code == 0, result.err
     assert result.text.rstrip("\n") == "\n".join(shown[:-2])
