@@ -163,6 +163,46 @@ def test_snapshots_are_counted_and_reach_back_within_one_decode(opened: Opener) 
     np.testing.assert_allclose(after, fresh, atol=CLOSE)
 
 
+def test_snapshots_are_of_the_last_decode_only(opened: Opener) -> None:
+    context = opened("hybrid", n_snapshots=4)
+    context.decode([Rows(0, 0, TEXT[:20], 0)])
+    saved = context.checkpoint(0)
+
+    def rewind() -> None:
+        context.rewind(0, 20, saved)
+
+    for leave in (rewind, lambda: context.clear(0), context.wipe):
+        context.clear(0)
+        context.decode([Rows(0, 0, TEXT[:20], 0)])
+        context.decode([Rows(0, 20, TEXT[20:25], 0)])
+        assert context.reach(0) == 4
+        leave()
+        assert context.reach(0) == 0
+    context.decode([Rows(0, 0, TEXT[:20], 0)])
+    context.decode([Rows(0, 20, TEXT[20:25], 0)])
+    rewind()
+    with pytest.raises(RollbackError):
+        context.truncate(0, 18)
+
+
+def test_a_checkpoint_and_a_saved_state_are_of_what_a_snapshot_left(opened: Opener) -> None:
+    context = opened("hybrid", n_snapshots=4)
+    context.decode([Rows(0, 0, TEXT[:20], 0)])
+    context.truncate(0, 17)
+    checkpoint, saved = context.checkpoint(0), context.save(0)
+    [fresh] = opened("hybrid").decode([Rows(0, 0, [*TEXT[:17], 300, 301], 2)])
+    for come_back in (
+        lambda: context.rewind(0, 17, checkpoint),
+        lambda: context.restore(0, saved),
+    ):
+        context.decode([Rows(0, 17, TEXT[40:48], 0)])
+        come_back()
+        [after] = context.decode([Rows(0, 17, [300, 301], 2)])
+        np.testing.assert_allclose(after, fresh, atol=CLOSE)
+        context.truncate(0, 18)  # another cut is pending when the next one comes back
+        context.rewind(0, 17, checkpoint)
+
+
 @pytest.mark.parametrize(("size", "kept"), [(1, 0), (2, 0), (3, 1), (17, 15), (18, 16), (64, 16)])
 def test_snapshots_are_no_more_than_a_small_batch_allows(
     opened: Opener, size: int, kept: int
