@@ -72,6 +72,8 @@ def test_a_turn_decodes_its_new_tokens_only(pair: Pair, choice: str | int) -> No
     conversation.speculate(choice)
     target, draft = models(pair)
     used = 0
+    told: list[int] = []
+    conversation.on_reading = told.append
     for turn, text in enumerate(TURNS):
         before = [lm.rows_decoded for lm in (target, draft)]
         say(conversation, text)
@@ -80,6 +82,7 @@ def test_a_turn_decodes_its_new_tokens_only(pair: Pair, choice: str | int) -> No
         n_new = stats.prompt_n - used
         # The last token of an answer is not read before the next turn.
         assert stats.prompt_n - stats.prompt_cached_n <= n_new + 1
+        assert told.pop() == stats.prompt_n - stats.prompt_cached_n and not told
         rows = [lm.rows_decoded - n for lm, n in zip((target, draft), before, strict=True)]
         assert rows[0] <= n_new + 1 + stats.draft_n + stats.rounds
         # A draft token is read once; after full acceptance the last one comes with the next.
