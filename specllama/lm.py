@@ -244,9 +244,12 @@ class CachedLM:
         pending = [self._sync(request) for request in requests]
         spent = time.perf_counter() - begun
         self._prefill(pending)
+        if self._context.has_state:
+            pending = [self._advanced(*pair) for pair in zip(requests, pending, strict=True)]
         begun = time.perf_counter() - spent
         if self._context.has_state:
-            pending = [self._secured(*pair) for pair in zip(requests, pending, strict=True)]
+            for request, rows in zip(requests, pending, strict=True):
+                self._secure(request, rows)
         if self._context.is_split and len(pending) > 1:
             return self._decode_evenly(pending)
         return self._decode(pending, begun)
@@ -332,7 +335,7 @@ class CachedLM:
         keep = common_prefix(self._held.get(slot, []), tokens)
         keep = min(keep, len(tokens) - request.n_last)
         length = context.length(slot)
-        if length == keep or (keep > 0 and length - keep <= context.reach(slot)):
+        if length == keep or length - keep <= context.reach(slot):
             return keep
         before = self._checkpoints.latest(slot, keep)
         return 0 if before is None else before.length
@@ -367,21 +370,28 @@ class CachedLM:
                 raise
             self._held[slot] = held
 
-    def _secured(self, request: Request, rows: Rows) -> Rows:
-        """The rows that are left to decode, once tentative ones among them can be taken back."""
-        tentative = request.n_tentative
-        if tentative <= min(self._context.n_tentative, len(rows.tokens) - 1):
-            return rows
-        sure = len(request.tokens) - tentative
-        # What is decoded again and again because the checkpoint lies before it grows round by
-        # round: at some length it is cheaper to decode it alone, and go on from behind it.
+    def _advanced(self, request: Request, rows: Rows) -> Rows:
+        """The rows that are left to decode, once there are few before those that give logits.
+
+        What is decoded again and again because the checkpoint lies before it grows round by round:
+        at some length it is cheaper to decode it alone, and go on from behind it.
+        """
+        sure = len(request.tokens) - request.n_tentative
         again = min(sure - rows.start, len(rows.tokens) - rows.n_logits)
-        if again > self._PASS:
-            self._decode([Rows(rows.slot, rows.start, rows.tokens[:again], 0)])
-            rows = Rows(rows.slot, rows.start + again, rows.tokens[again:], rows.n_logits)
-        if rows.start <= sure:
+        if again <= self._PASS or self._is_within_snapshots(request, rows):
+            return rows
+        self._decode([Rows(rows.slot, rows.start, rows.tokens[:again], 0)])
+        return Rows(rows.slot, rows.start + again, rows.tokens[again:], rows.n_logits)
+
+    def _secure(self, request: Request, rows: Rows) -> None:
+        """Keep a checkpoint where the tentative ones among the rows need it to be taken back."""
+        sure = len(request.tokens) - request.n_tentative
+        if rows.start <= sure and not self._is_within_snapshots(request, rows):
             self._remember(rows.slot, is_lasting=False)
-        return rows
+
+    def _is_within_snapshots(self, request: Request, rows: Rows) -> bool:
+        """Whether the snapshots of one decode of these rows reach behind the tentative ones."""
+        return request.n_tentative <= min(self._context.n_tentative, len(rows.tokens) - 1)
 
     def _remember(self, slot: int, is_lasting: bool) -> None:
         """Keep a checkpoint of what the slot holds now."""

@@ -171,7 +171,8 @@ def test_snapshots_are_of_the_last_decode_only(opened: Opener) -> None:
     def rewind() -> None:
         context.rewind(0, 20, saved)
 
-    for leave in (rewind, lambda: context.clear(0), context.wipe):
+    leavings: list[Callable[[], None]] = [rewind, lambda: context.clear(0), context.wipe]
+    for leave in leavings:
         context.clear(0)
         context.decode([Rows(0, 0, TEXT[:20], 0)])
         context.decode([Rows(0, 20, TEXT[20:25], 0)])
@@ -191,10 +192,11 @@ def test_a_checkpoint_and_a_saved_state_are_of_what_a_snapshot_left(opened: Open
     context.truncate(0, 17)
     checkpoint, saved = context.checkpoint(0), context.save(0)
     [fresh] = opened("hybrid").decode([Rows(0, 0, [*TEXT[:17], 300, 301], 2)])
-    for come_back in (
+    ways: list[Callable[[], None]] = [
         lambda: context.rewind(0, 17, checkpoint),
         lambda: context.restore(0, saved),
-    ):
+    ]
+    for come_back in ways:
         context.decode([Rows(0, 17, TEXT[40:48], 0)])
         come_back()
         [after] = context.decode([Rows(0, 17, [300, 301], 2)])

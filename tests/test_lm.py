@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 from toys import Table, ToyContext
 
+from specllama.checkpoints import Checkpoints
 from specllama.errors import DecodeError, RollbackError
 from specllama.lm import CachedLM, LogitRows, Request, Rows, common_prefix
 
@@ -210,6 +211,60 @@ def test_an_earlier_prompt_is_gone_back_to() -> None:
     for n in range(3):
         lm.logits([Request(0, [*prompt, 2, *[3] * n], 1, n)])
     assert lm.prefill(0, [*prompt, 0, 0]) == 2
+
+
+def test_a_draft_with_snapshots_goes_back_to_there_too() -> None:
+    """They reach back within one decode, and a draft takes one for each token."""
+    toy = context(can_rollback=False, n_snapshots=3)
+    lm = CachedLM(toy)
+    lm.logits([Request(0, [1, 2, 3])])
+    for n, tokens in enumerate(([1, 2, 3, 4], [1, 2, 3, 4, 0]), 1):
+        lm.logits([Request(0, tokens, 1, n)])
+    lm.logits([Request(0, [1, 2, 3, 4, 2])])
+    assert toy.decodes == [[(3, 1)], [(1, 1)], [(1, 1)], [(2, 1)]]
+
+
+def fail(lm: CachedLM, toy: ToyContext) -> None:
+    toy.fail_decode = True
+    with pytest.raises(DecodeError):
+        lm.logits([Request(0, [1, 2, 3, 4])])
+    toy.fail_decode = False
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda lm, toy: lm.forget(0),
+        lambda lm, toy: lm.wipe(),
+        lambda lm, toy: lm.restore(0, (4,), bytes([4])),
+        fail,
+    ],
+    ids=["forgotten", "wiped", "restored", "failed"],
+)
+def test_no_checkpoint_outlives_its_text(leave: Callable[[CachedLM, ToyContext], None]) -> None:
+    toy = context(can_rollback=False)
+    lm = CachedLM(toy)
+    lm.prefill(0, [1, 2, 3])
+    leave(lm, toy)
+    other = [4, 4, 4, 4, 0]
+    lm.logits([Request(0, other)])
+    [rows] = lm.logits([Request(0, [*other[:4], 1])])
+    assert np.array_equal(rows, expected([*other[:4], 1], 1))
+    assert toy.slots[0] == [*other[:4], 1]
+
+
+def test_two_ends_of_prompts_are_kept_and_one_place_in_an_answer() -> None:
+    kept = Checkpoints()
+    for length in range(1, 9):
+        kept.add(0, length, length % 2 == 1, lambda: b"state")
+    lengths = [kept.latest(0, length) for length in range(1, 9)]
+    assert [c and c.length for c in lengths] == [None, None, None, None, 5, 5, 7, 8]
+
+
+@pytest.mark.parametrize(("n_slots", "n_snapshots", "most"), [(1, 0, 64), (2, 0, 0), (1, 3, 3)])
+def test_how_much_of_a_state_can_be_taken_back(n_slots: int, n_snapshots: int, most: int) -> None:
+    lm = CachedLM(context(can_rollback=False, n_slots=n_slots, n_snapshots=n_snapshots))
+    assert (lm.max_draft, lm.redoes) == (most, n_snapshots == 0)
 
 
 def test_prompts_that_begin_together_share_decodes_and_those_that_begin_alike_are_copied() -> None:

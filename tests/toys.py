@@ -159,6 +159,7 @@ class ToyContext:
         self.slots[slot] = []
 
     def wipe(self) -> None:
+        self._reach = {}
         self.slots.clear()
 
     def copy(self, source: int, slot: int) -> None:
