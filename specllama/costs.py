@@ -146,23 +146,24 @@ class Budget:
         """
         rate, worth = self.rate, 0.0
         best, at = -math.inf, 0
+        alone = self.costs.ms(self.rows)
         for m, chance in enumerate(chances, 1):
-            worth += chance
-            gain = worth - rate * (drafting_ms(m) + self.extra_ms(m))
+            beside = self.costs.ms(self.rows + m)
+            spent = drafting_ms(m) + beside - alone
             if self._redoes:
-                gain -= rate * self._redone_ms(chances[:m])
+                # One row, and those of the accepted tokens where not all m are.
+                spent += self._redone_ms(m, 1 + worth - m * chance, beside)
+            worth += chance
+            gain = worth - rate * spent
             if gain > best:
                 best, at = gain, m
         return best, at
 
-    def _redone_ms(self, chances: Sequence[float]) -> float:
-        """What a rejection among these tokens is expected to cost in the next round.
+    def _redone_ms(self, m: int, expected: float, beside: float) -> float:
+        """What a rejection among m tokens is expected to cost in the next round.
 
-        The row of the last token before them and those of the accepted ones are decoded again: one
-        and the number of accepted ones, where not all of them are.
+        The row of the last token before them and those of the accepted ones are decoded again.
+        expected: rows, over all outcomes. beside: milliseconds of a decode of that round without.
         """
-        m = len(chances)
-        expected = 1 + sum(chances[:-1]) - m * chances[-1]
         n_rows = max(1, math.ceil(expected))
-        before = self.costs.ms(self.rows + m)
-        return expected / n_rows * (self.costs.ms(self.rows + m + n_rows) - before)
+        return expected / n_rows * (self.costs.ms(self.rows + m + n_rows) - beside)
