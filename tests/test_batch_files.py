@@ -183,8 +183,8 @@ def test_damage_in_the_middle_costs_its_row_only(tmp_path: Path, name: str) -> N
     "data",
     [
         *(b"dear diary\n", b"dear diary", b"dear diary\n{", b'{"id": "a", "prompt": "x"}\n'),
-        *(b'{"id": "a", "prompt": "x"}', b"GGUF" + bytes(200), gzip.compress(b"dear diary", mtime=1)[:-9]),
-        gzip.compress(b"dear diary", mtime=0)[:-9],
+        *(b'{"id": "a", "prompt": "x"}', b"GGUF" + bytes(200)),
+        *(gzip.compress(b"dear diary", mtime=mtime)[:-9] for mtime in (0, 1)),
         b"\x1f\x8b\x08\x00" + bytes(4) + b"\xff" * 99,
     ],
 )
