@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 
@@ -60,9 +60,12 @@ class CostTable:
         Long texts and other work only ever add to a time, and neither needs to be there when the
         times are used again.
         """
-        both = {rows: [*before.get(rows, ()), *self._timings.get(rows, ())]
-                for rows in sorted({*before, *self._timings})}  # fmt: skip
-        return {rows: sorted(times)[: self._STALE] for rows, times in both.items()}
+        least = {}
+        for rows in sorted({*before, *self._timings}):
+            # What was recalled before is among the times that are kept now: it counts once.
+            both = Counter(before.get(rows, ())) | Counter(self._timings.get(rows, ()))
+            least[rows] = sorted(both.elements())[: self._STALE]
+        return least
 
 
 def _typical(times: Iterable[float]) -> float:

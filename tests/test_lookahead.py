@@ -73,6 +73,8 @@ def test_what_is_stored_are_the_shortest_times_of_both_runs() -> None:
     after = CostTable({1: [51.0, 52.0, 10.0], 4: [9.0] * 9})
     least = after.least(before)
     assert least == {1: [10.0, 11.0, 12.0, 45.0], 2: [20.0], 4: [9.0] * 4}
+    # Storing again what was recalled makes no time weigh more.
+    assert CostTable(least).least(least) == least
 
 
 @pytest.mark.parametrize("n", [-1, 17])
