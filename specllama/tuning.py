@@ -84,7 +84,7 @@ def measured(
     _calibrate(target, draft, known)
     target.on_decode = _recorder(known.target, only_full=True)
     budget = Budget(known.target, redoes=target.redoes)
-    limit = min(limit, max(1, target.max_draft))
+    limit = min(limit, target.max_draft)
     guesses = LookupDrafter(budget, limit)
     if draft is None:
         return Speculation(
