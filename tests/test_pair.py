@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from caches import check_caches
 from tiny import tiny
 
 from specllama import llama, vocabulary
-from specllama.acceptance import VERIFIERS, Round, overlap, verify_block
+from specllama.acceptance import VERIFIERS, overlap, verify_block
 from specllama.drafting import Drafter, ModelDrafter, NullDrafter, SequenceState
 from specllama.errors import InvalidLogits, RollbackError, UsageError
 from specllama.generation import Chunk, Pair
@@ -65,16 +66,6 @@ class Opened:
         )
         tokens = [token.id for chunk in chunks for token in chunk.tokens]
         return tokens, "".join(chunk.text for chunk in chunks), chunks[-1]
-
-    def check_caches(self, before: Sequence[int], outcome: Round) -> None:
-        """Each context holds what it was fed in the round, by its own count and by the loop's."""
-        drafted = list(outcome.draft.tokens)
-        fed = {self.target: [*before, *drafted]}
-        if isinstance(self.drafter, ModelDrafter) and drafted:
-            fed[self.drafter.lm] = [*before, *drafted[:-1]]
-        for lm, tokens in fed.items():
-            assert list(lm.held(0)) == tokens
-            assert lm._context.length(0) == len(tokens)
 
 
 @contextmanager
@@ -167,7 +158,7 @@ def test_caches_hold_what_the_loop_believes_after_every_round() -> None:
             before = list(state.tokens)
             [outcome] = speculator.round([state])
             kept.append(outcome.accepted)
-            ready.check_caches(before, outcome)
+            check_caches(speculator, before, outcome)
     assert {0, 1, 2, 3, 4} <= set(kept)
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from caches import check_caches
 from tiny import tiny
 
 from specllama import llama
@@ -106,17 +107,6 @@ def answer(
         if check:
             check_caches(speculator, before, outcome)
     return state.tokens[len(tokens) :], rounds
-
-
-def check_caches(speculator: Speculator, before: list[int], outcome: Round) -> None:
-    """Each context holds what it was fed in the round, by its own count and by the loop's."""
-    drafted = list(outcome.draft.tokens)
-    fed = {speculator.target: [*before, *drafted]}
-    if isinstance(speculator.drafter, ModelDrafter) and drafted:
-        fed[speculator.drafter.lm] = [*before, *drafted[:-1]]
-    for each, tokens in fed.items():
-        assert list(each.held(0)) == tokens
-        assert each._context.length(0) == len(tokens)
 
 
 @functools.cache
