@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 from tiny import CHECKOUT
 
 OWN = CHECKOUT / ".cache" / "specllama"
+
+# A job in the background may ignore these, and so would every command that a test starts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 os.environ["SPECLLAMA_CACHE"] = str(OWN)
 os.environ["SPECLLAMA_CONFIG"] = str(OWN / "config")

@@ -30,13 +30,7 @@ def start(folder: Path, n_tokens: int) -> subprocess.Popen[bytes]:
             *("-n", str(n_tokens), "--ignore-eos", "-t", "1"),
         ],
         env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-        preexec_fn=_unprotected,
     )  # fmt: skip
-
-
-def _unprotected() -> None:
-    """Whoever runs the tests may ignore hang-ups (nohup), and children inherit that."""
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def prompts(folder: Path) -> None:
