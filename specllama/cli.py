@@ -244,7 +244,6 @@ def explain(
     names = explaining.parse_labels(labels, len(p)) if labels is not None else None
     if html is not None:
         explaining.write_page(html, p, q, names)
-        announce(f"{html} is written; open it in a browser")
     if plot is not None:
         explaining.plot(balance, plot, names)
     click.echo(explaining.table(balance, names))

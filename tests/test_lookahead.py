@@ -15,6 +15,7 @@ from specllama.costs import Budget, CostTable
 from specllama.errors import UsageError
 from specllama.lookahead import AcceptancePredictor, FixedLength, MeasuredLength
 from specllama.sampling import Law
+from specllama.tuning import verdict
 
 # Two rows cost as much as four: the measured steps of a CPU's kernels.
 STAIRS = {1: [49.0], 2: [66.0], 4: [66.0], 8: [102.0], 16: [144.0]}
@@ -316,6 +317,13 @@ def test_the_break_even_acceptance() -> None:
     assert one.break_even() == pytest.approx((5.5 + 66 - 49) / 49)
     assert policy(STAIRS, CHEAP).break_even() < one.break_even()
     assert policy(STAIRS, {1: [49.0], 2: [66.0]}).break_even() == math.inf
+
+
+def test_a_draft_as_dear_as_the_target_is_said_to_be_off_and_why() -> None:
+    policy = MeasuredLength(Budget(CostTable(STAIRS)), CostTable({1: [49.0], 2: [66.0]}))
+    told = verdict(policy)
+    assert told is not None and told.startswith("the draft model is off: a draft token takes 49.0")
+    assert told.endswith("even perfect drafts would not pay")
 
 
 def test_without_measured_times_a_few_tokens_are_drafted() -> None:
