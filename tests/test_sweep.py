@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "snapshots": ("hybrid", {"n_snapshots": 5}),
     "checkpoints": ("hybrid", {}),
 }
+OPENED: list[llama.Model] = []
 EXACT: dict[str, Any] = {"threads": 1, "kv_type": "f32", "flash_attention": False}
 # (context, batch): smaller than a draft, odd, with the batch below, at and above the context
 SIZES = [(5, 17), (17, 17), (64, 17), (65, 32), (96, 96), (128, 50)]
@@ -87,9 +89,20 @@ def setting(number: int) -> Setting:
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def released() -> Iterator[None]:
+    """Whoever is tested next in this process need not carry all these contexts."""
+    yield
+    while OPENED:
+        OPENED.pop().close()
+    model.cache_clear()
+    lm.cache_clear()
+
+
 @functools.cache
 def model(kind: str, noise: float) -> llama.Model:
-    return llama.Model(tiny(kind, noise=noise) if noise else tiny(kind))
+    OPENED.append(llama.Model(tiny(kind, noise=noise) if noise else tiny(kind)))
+    return OPENED[-1]
 
 
 @functools.cache
