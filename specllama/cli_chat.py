@@ -278,8 +278,11 @@ def _converse(chat: Chat, line_editor: LineEditor) -> None:
     )
     goes_on = True
     while goes_on:
-        line = _read(chat, line_editor)
-        goes_on = line is not None and _turn(chat, line)
+        try:
+            line = _read(chat, line_editor)
+            goes_on = line is not None and _turn(chat, line)
+        except KeyboardInterrupt:  # between the two, or while another one was dealt with
+            chat.conversation.settle()
 
 
 def _read(chat: Chat, line_editor: LineEditor) -> str | None:

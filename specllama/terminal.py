@@ -127,11 +127,16 @@ class LineEditor:
         Raises KeyboardInterrupt for Ctrl-C at an empty prompt and EOFError for Ctrl-D there.
         """
         try:
-            text = self._session.prompt()
+            # prompt_toolkit's own handler loses a signal that comes after it has left raw mode.
+            text = self._session.prompt(handle_sigint=False)
+            if self._is_taken_back():
+                return ""
+        except KeyboardInterrupt:
+            if not self._session.default_buffer.text:
+                raise
+            return ""
         finally:
             self._mark_pastes()
-        if self._is_taken_back():
-            return ""
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
     def _is_taken_back(self) -> bool:
@@ -206,7 +211,6 @@ def _bindings() -> KeyBindings:
         event.current_buffer.insert_text("\n")
 
     @keys.add("c-c", filter=typing)
-    @keys.add("<sigint>", filter=typing)
     def _discard(event: KeyPressEvent) -> None:
         if event.current_buffer.text:
             event.app.exit(result="")

@@ -31,6 +31,20 @@ if sys.platform == "win32":
 LONG = ("-n", "-1", "-c", "8192", "--ignore-eos")
 ESCAPE = 3 + 0x1B  # the tiny models' token for this byte
 
+SIGNAL_AFTER_ENTER = """
+import os, signal
+from prompt_toolkit.input import vt100
+
+leave = vt100.raw_mode.__exit__
+
+def leave_and_interrupt(*args):
+    leave(*args)
+    vt100.raw_mode.__exit__ = leave
+    os.kill(os.getpid(), signal.SIGINT)
+
+vt100.raw_mode.__exit__ = leave_and_interrupt
+"""
+
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
@@ -154,6 +168,17 @@ def test_ctrl_c_stops_an_answer_at_any_moment_and_the_next_one_is_right(
         assert n_kept > 5
         t.keys("\x04")
         assert t.end() == 0
+
+
+def test_a_signal_just_after_enter_takes_the_message_back(home: Path) -> None:
+    """When the terminal has left the mode of the prompt and nothing else handles signals yet."""
+    (home / "sitecustomize.py").write_text(SIGNAL_AFTER_ENTER)
+    with chat(home, *LONG, NO_COLOR="1", PYTHONPATH=str(home)) as t:
+        t.wait_for_prompt()
+        t.say("hello")
+        assert saved(t, home / "talk.json") == []
+        t.say("/set n 8")
+        assert "[8 tokens, " in t.say("hello")
 
 
 def test_ctrl_c_ends_the_reading_of_a_long_message(home: Path) -> None:
