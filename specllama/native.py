@@ -198,6 +198,7 @@ def version() -> str:
 
 def supports_gpu() -> bool:
     """Whether this build of llama.cpp can use a GPU."""
+    start()  # looking for one is already something to log
     return bool(lib.llama_supports_gpu_offload())
 
 
@@ -208,6 +209,7 @@ def amx_notice() -> str | None:
     not name the memory it reads, and the first batch ends the process with an illegal instruction
     (ggml-org/llama.cpp#26954). Whether a build has the fault cannot be seen without trying it.
     """
+    start()
     if b"AMX_INT8 = 1" not in lib.llama_print_system_info():
         return None
     if os.environ.get("SPECLLAMA_AMX") == "1":

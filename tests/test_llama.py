@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from command import environment
+from rounding import assert_close
 from tiny import tiny, vocab_file
 
 from specllama.errors import DecodeError, ModelError, RollbackError, SpecllamaError, UsageError
@@ -21,8 +22,6 @@ from specllama.llama import Context, Model, Tokenizer, requantise
 from specllama.lm import CachedLM, Request, Rows
 
 TEXT = list(range(262, 330))
-# A decode of one row and one of several round differently in the last bits, even in float32.
-CLOSE = 1e-3
 
 Opener = Callable[..., Context]
 
@@ -61,7 +60,7 @@ def test_rows_of_one_decode_equal_single_decodes(opened: Opener) -> None:
     single = logits_one_by_one(opened(), TEXT[:20])
     [rows] = opened().decode([Rows(0, 0, TEXT[:20], 20)])
     assert rows.shape == (20, opened().n_vocab) and rows.dtype == np.float32
-    np.testing.assert_allclose(rows, single, atol=CLOSE)
+    assert_close(rows, single)
     # Rows that were exchanged or shifted would differ by far more than the tolerance.
     assert np.abs(np.diff(single, axis=0)).max(axis=1).min() > 0.5
 
@@ -70,13 +69,13 @@ def test_only_the_last_rows_that_are_asked_for_come_back(opened: Opener) -> None
     [whole] = opened().decode([Rows(0, 0, TEXT[:8], 8)])
     context = opened()
     [last] = context.decode([Rows(0, 0, TEXT[:8], 3)])
-    np.testing.assert_allclose(last, whole[5:], atol=CLOSE)
+    assert_close(last, whole[5:])
     [none] = context.decode([Rows(0, 8, TEXT[8:10], 0)])
     assert none.shape == (0, context.n_vocab)
     # What an earlier batch asked for is forgotten.
     [one] = context.decode([Rows(0, 10, TEXT[10:18], 1)])
     [longer] = opened().decode([Rows(0, 0, TEXT[:18], 1)])
-    np.testing.assert_allclose(one, longer, atol=CLOSE)
+    assert_close(one, longer)
 
 
 def test_a_batch_over_several_slots_gives_each_sequence_its_own_rows(opened: Opener) -> None:
@@ -91,7 +90,7 @@ def test_a_batch_over_several_slots_gives_each_sequence_its_own_rows(opened: Ope
     assert [context.length(slot) for slot in range(3)] == [5, 10, 3]
     for got, tokens in zip(rows, (TEXT[:5], TEXT[10:20], TEXT[30:33]), strict=True):
         alone = logits_one_by_one(opened(), tokens)
-        np.testing.assert_allclose(got, alone[-len(got) :], atol=CLOSE)
+        assert_close(got, alone[-len(got) :])
 
 
 def test_logits_cannot_be_written(opened: Opener) -> None:
@@ -119,7 +118,7 @@ def test_after_a_cut_the_context_is_as_if_the_rest_had_never_been_there(
     assert context.length(0) == 50
     [after] = context.decode([Rows(0, 50, [300, 301], 2)])
     [fresh] = opened(kind).decode([Rows(0, 0, [*TEXT[:50], 300, 301], 2)])
-    np.testing.assert_allclose(after, fresh, atol=CLOSE)
+    assert_close(after, fresh)
 
 
 def test_clearing_one_slot_leaves_the_others(opened: Opener) -> None:
@@ -142,7 +141,7 @@ def test_a_state_refuses_a_cut_and_can_still_be_cleared(opened: Opener, kind: st
     assert context.length(0) == 0
     [after] = context.decode([Rows(0, 0, TEXT[30:40], 1)])
     [fresh] = opened(kind).decode([Rows(0, 0, TEXT[30:40], 1)])
-    np.testing.assert_allclose(after, fresh, atol=CLOSE)
+    assert_close(after, fresh)
 
 
 def test_snapshots_are_counted_and_reach_back_within_one_decode(opened: Opener) -> None:
@@ -160,7 +159,7 @@ def test_snapshots_are_counted_and_reach_back_within_one_decode(opened: Opener) 
     assert (context.length(0), context.reach(0)) == (17, 0)
     [after] = context.decode([Rows(0, 17, [300, 301], 2)])
     [fresh] = opened("hybrid").decode([Rows(0, 0, [*TEXT[:17], 300, 301], 2)])
-    np.testing.assert_allclose(after, fresh, atol=CLOSE)
+    assert_close(after, fresh)
 
 
 def test_snapshots_are_of_the_last_decode_only(opened: Opener) -> None:
@@ -200,7 +199,7 @@ def test_a_checkpoint_and_a_saved_state_are_of_what_a_snapshot_left(opened: Open
         context.decode([Rows(0, 17, TEXT[40:48], 0)])
         come_back()
         [after] = context.decode([Rows(0, 17, [300, 301], 2)])
-        np.testing.assert_allclose(after, fresh, atol=CLOSE)
+        assert_close(after, fresh)
         context.truncate(0, 18)  # another cut is pending when the next one comes back
         context.rewind(0, 17, checkpoint)
 
@@ -226,7 +225,7 @@ def test_a_checkpoint_brings_a_state_back(opened: Opener, kind: str) -> None:
         assert context.length(0) == 20
     [after] = context.decode([Rows(0, 20, [300, 301], 2)])
     [fresh] = opened(kind).decode([Rows(0, 0, [*TEXT[:20], 300, 301], 2)])
-    np.testing.assert_allclose(after, fresh, atol=CLOSE)
+    assert_close(after, fresh)
 
 
 def test_a_small_window_reaches_back_as_far_as_it_still_looks(opened: Opener) -> None:
@@ -245,7 +244,7 @@ def test_a_small_window_reaches_back_as_far_as_it_still_looks(opened: Opener) ->
         end = min(start + 50, 600 - reach)
         fresh.decode([Rows(0, start, [20 + (i * i) % 300 for i in range(start, end)], 0)])
     [expected] = fresh.decode([Rows(0, 600 - reach, [300], 1)])
-    np.testing.assert_allclose(after, expected, atol=CLOSE)
+    assert_close(after, expected)
 
 
 # --- limits -------------------------------------------------------------------------------------
@@ -327,7 +326,7 @@ def test_a_prompt_longer_than_the_batch_is_read_in_parts(opened: Opener) -> None
     small = CachedLM(opened(n_batch=32))
     [rows] = small.logits([Request(0, prompt, 3)])
     [whole] = CachedLM(opened()).logits([Request(0, prompt, 3)])
-    np.testing.assert_allclose(rows, whole, atol=CLOSE)
+    assert_close(rows, whole)
     assert small.held(0) == tuple(prompt)
 
 

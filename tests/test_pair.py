@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caches import check_caches
+from rounding import assert_plain
 from tiny import tiny
 
 from specllama import llama, vocabulary
@@ -105,6 +106,20 @@ def opened(
         yield Opened(pair, target_lm, drafter)
 
 
+def check(
+    tokens: Sequence[int],
+    target: Path,
+    prompt: str | Sequence[int] = PROMPT,
+    params: SamplingParams = GREEDY,
+    **options: object,
+) -> None:
+    """The tokens are those of plain decoding."""
+    expected = plain(target, prompt, params=params, **options)
+    if isinstance(prompt, str):
+        prompt = model(target).tokenizer.encode(prompt, special=True, add_special=True)
+    assert_plain(tokens, expected, target, prompt, params)
+
+
 def plain(target: Path, prompt: str | Sequence[int] = PROMPT, **options: object) -> list[int]:
     sizes = {name: options.pop(name) for name in ("n_ctx", "n_batch") if name in options}
     with opened(target, **sizes) as ready:  # type: ignore[arg-type]
@@ -117,7 +132,7 @@ def test_the_target_as_its_own_draft(verifier: str, n_draft: int) -> None:
     target = tiny("attention")
     with opened(target, target, n_draft, verifier=verifier) as ready:
         tokens, _, last = ready.answer(max_tokens=300)
-        assert tokens == plain(target, max_tokens=300)
+        check(tokens, target, max_tokens=300)
         assert last.stats is not None
         assert last.stats.draft_n_accepted == last.stats.draft_n > 0
 
@@ -132,7 +147,7 @@ def test_greedy_text_with_a_draft_is_greedy_text_without(
     target, draft = tiny(kind), tiny(kind, noise=noise)
     with opened(target, draft, 4, verifier=verifier) as ready:
         tokens, _, last = ready.answer(max_tokens=200)
-        assert tokens == plain(target, max_tokens=200)
+        check(tokens, target, max_tokens=200)
         assert last.stats is not None
         assert last.stats.draft_n_accepted < last.stats.draft_n
 
@@ -144,7 +159,7 @@ def test_a_window_that_is_long_full() -> None:
     with opened(target, draft, 8) as ready:
         assert len(model(target).tokenizer.encode(prompt, special=True, add_special=True)) > 96
         tokens, _, _ = ready.answer(prompt, max_tokens=300)
-    assert tokens == plain(target, prompt, max_tokens=300)
+    check(tokens, target, prompt, max_tokens=300)
 
 
 def test_caches_hold_what_the_loop_believes_after_every_round() -> None:
@@ -171,7 +186,7 @@ def test_three_turns_of_a_conversation(kind: str) -> None:
         known = 0
         for turn in range(3):
             tokens, _, last = ready.answer(history, max_tokens=40)
-            assert tokens == plain(target, history, max_tokens=40)
+            check(tokens, target, history, max_tokens=40)
             assert last.stats is not None
             # Of the last answer, only its last token was not decoded yet.
             assert last.stats.prompt_cached_n >= known - 1
@@ -188,7 +203,7 @@ def test_the_draft_fits_into_the_free_cells(room: int) -> None:
         tokens, _, last = ready.answer(prompt, max_tokens=None, ignore_eos=True)
     assert len(tokens) == room
     assert (last.finish_reason, last.finish_detail) == ("length", "context full")
-    assert tokens == plain(target, prompt, n_ctx=256, max_tokens=None, ignore_eos=True)
+    check(tokens, target, prompt, n_ctx=256, max_tokens=None, ignore_eos=True)
 
 
 def test_a_prompt_that_fills_the_context_is_refused() -> None:
@@ -218,14 +233,14 @@ def test_a_prompt_longer_than_the_batch(n_prompt: int) -> None:
     prompt = [10 + i % 60 for i in range(n_prompt)]
     with opened(target, draft, 4, n_batch=32) as ready:
         tokens, _, _ = ready.answer(prompt)
-    assert tokens == plain(target, prompt, n_batch=32)
+    check(tokens, target, prompt, n_batch=32)
 
 
 def test_a_draft_context_smaller_than_the_targets() -> None:
     target, draft = tiny("attention"), tiny("attention", noise=0.02)
     with opened(target, draft, 4, n_ctx=400, n_ctx_draft=60) as ready:
         tokens, _, last = ready.answer(max_tokens=100)
-    assert tokens == plain(target, max_tokens=100)
+    check(tokens, target, max_tokens=100)
     assert last.stats is not None
     assert last.stats.draft_n > 100  # it goes on when its context is full
 
@@ -302,7 +317,7 @@ def test_penalties_at_temperature_zero() -> None:
     target, draft = tiny("attention"), tiny("attention", noise=0.02)
     with opened(target, draft, 4) as ready:
         tokens, _, last = ready.answer(params=params, max_tokens=120)
-        assert tokens == plain(target, params=params, max_tokens=120)
+        check(tokens, target, params=params, max_tokens=120)
         assert tokens != plain(target, max_tokens=120)
         assert last.stats is not None
         assert last.stats.draft_n_accepted > 40
@@ -324,7 +339,7 @@ def test_a_rollback_that_fails_once_stops_the_generation(monkeypatch: pytest.Mon
         with pytest.raises(RollbackError, match="cannot take back"):
             ready.answer()
         assert calls
-        assert ready.answer()[0] == plain(target)
+        check(ready.answer()[0], target)
 
 
 @VERIFY
@@ -377,7 +392,7 @@ def test_several_sequences_on_real_contexts() -> None:
                 rows = [r.proposed + 1 for r in rounds]
                 assert sum(rows) <= lms[0].rows_decoded - before <= len(rows) * max(rows)
     for i, (state, prompt) in enumerate(zip(states, prompts, strict=True)):
-        assert state.tokens[len(prompt) :] == plain(target, prompt, max_tokens=40 + 5 * i)
+        check(state.tokens[len(prompt) :], target, prompt, max_tokens=40 + 5 * i)
 
 
 def test_asking_again_for_the_same_logits_is_bitwise_the_same() -> None:

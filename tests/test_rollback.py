@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from caches import check_caches
+from rounding import assert_close, assert_plain
 from tiny import tiny
 
 from specllama import llama
@@ -109,24 +110,45 @@ def answer(
     return state.tokens[len(tokens) :], rounds
 
 
+# What was read and what was answered.
+Turn = tuple[tuple[int, ...], tuple[int, ...]]
+
+
 @functools.cache
-def plain(kind: str, n_ctx: int = 640) -> tuple[tuple[int, ...], ...]:
+def plain(kind: str, n_ctx: int = 640) -> tuple[Turn, ...]:
     """Three turns of 100 tokens without a draft."""
     with pair(kind, None, n_ctx=n_ctx) as speculator:
         return turns(speculator)[0]
 
 
-def turns(
-    speculator: Speculator, check: bool = False
-) -> tuple[tuple[tuple[int, ...], ...], list[Round]]:
+def turns(speculator: Speculator, check: bool = False) -> tuple[tuple[Turn, ...], list[Round]]:
     history, said, rounds = prompt(), [], []
     for turn in range(3):
         tokens, some = answer(speculator, history, 100, check)
-        said.append(tuple(tokens))
+        said.append((tuple(history), tuple(tokens)))
         rounds += some
         # The next turn goes on from the whole answer, without its end, and from within it.
         history = [*history, *tokens[: 100 - 3 * turn], 30 + turn, 31]
     return tuple(said), rounds
+
+
+def check_turns(said: Sequence[Turn], kind: str) -> None:
+    """They are those of plain decoding."""
+    for (history, tokens), (known, expected) in zip(said, plain(kind), strict=True):
+        if history != known:  # an earlier answer parted at a tie
+            expected = tuple(fresh_answer(kind, history, len(tokens)))
+        assert_plain(tokens, expected, KINDS[kind].path(), history)
+
+
+def check_first(tokens: Sequence[int], kind: str) -> None:
+    """They are the first ones of plain decoding's first turn."""
+    expected = plain(kind)[0][1][: len(tokens)]
+    assert_plain(tokens, expected, KINDS[kind].path(), prompt())
+
+
+def fresh_answer(kind: str, tokens: Sequence[int], n: int) -> list[int]:
+    with pair(kind, None) as speculator:
+        return answer(speculator, tokens, n)[0]
 
 
 @EACH
@@ -136,7 +158,7 @@ def test_three_turns_are_those_of_plain_decoding(kind: str, noise: float) -> Non
     for draft in dict.fromkeys((kind, "attention")):
         with pair(kind, draft, noise) as speculator:
             said, rounds = turns(speculator, check=True)
-        assert said == plain(kind), draft
+        check_turns(said, kind)
         kept = {outcome.accepted for outcome in rounds}
         assert 0 in kept
         if draft == kind and noise < 1:  # rounds that keep none, some and all
@@ -148,7 +170,7 @@ def test_as_the_draft_of_another(kind: str) -> None:
     """The draft is of another kind, and so proposes tokens of its own, mostly wrong ones."""
     with pair("attention", kind) as speculator:
         said, rounds = turns(speculator, check=True)
-    assert said == plain("attention")
+    check_turns(said, "attention")
     assert sum(outcome.proposed for outcome in rounds) > 300
 
 
@@ -169,7 +191,7 @@ def test_what_a_context_holds_is_what_the_loop_believes(kind: str) -> None:
                 [found] = each.logits([Request(0, held)])
                 with lm(path, {"full_window": True}) as fresh:
                     [expected] = fresh.logits([Request(0, held)])
-                    np.testing.assert_allclose(found, expected, atol=2e-3)
+                    assert_close(found, expected, atol=2e-3)
 
 
 @STATES
@@ -178,7 +200,8 @@ def test_at_the_edge_of_the_context(kind: str, room: int) -> None:
     with pair(kind, None, n_ctx=128) as speculator:
         expected, _ = answer(speculator, prompt(128 - room), room)
     with pair(kind, kind, noise=0.02, n_ctx=128, n_draft=8) as speculator:
-        assert answer(speculator, prompt(128 - room), room)[0] == expected
+        said, _ = answer(speculator, prompt(128 - room), room)
+    assert_plain(said, expected, KINDS[kind].path(), prompt(128 - room))
 
 
 @EACH
@@ -194,7 +217,7 @@ def test_after_an_interrupt_at_any_moment(kind: str) -> None:
                         answer(speculator, prompt(60), 150)
             finally:
                 timer.join()
-            assert answer(speculator, prompt(), 40)[0] == list(plain(kind)[0][:40])
+            check_first(answer(speculator, prompt(), 40)[0], kind)
 
 
 @pytest.mark.parametrize("type_kv", ["q8_0", "q4_0"])
@@ -244,4 +267,4 @@ def test_a_rollback_that_fails_once_stops_the_generation(
         with pytest.raises(RollbackError, match="cannot take back"):
             answer(speculator, prompt(), 100)
         assert refused
-        assert answer(speculator, prompt(), 100)[0] == list(plain(kind)[0])
+        check_first(answer(speculator, prompt(), 100)[0], kind)

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
+from rounding import assert_close, assert_same
 from tiny import tiny
 from toys import Iid, ToyContext
 
@@ -57,7 +57,7 @@ def test_a_restored_state_goes_on_as_the_saved_one_to_the_last_bit(
     second = opened(path, kv_type=kv_type)
     second.restore(0, tokens, data)
     assert second.held(0) == tokens
-    assert np.array_equal(after(second, NEXT), expected)
+    assert_same(after(second, NEXT), expected)
     assert second.rows_decoded == len(NEXT) - len(TEXT)
 
 
@@ -70,7 +70,7 @@ def test_what_a_slot_held_before_is_gone(opened: Opener, kind: str) -> None:
     expected = after(first, NEXT)
     after(second, TEXT[30:] + TEXT[:70])
     second.restore(0, *saved)
-    assert np.array_equal(after(second, NEXT), expected)
+    assert_same(after(second, NEXT), expected)
 
 
 def test_an_empty_slot_can_be_saved_and_put_back(opened: Opener) -> None:
@@ -79,7 +79,7 @@ def test_an_empty_slot_can_be_saved_and_put_back(opened: Opener) -> None:
     assert tokens == ()
     after(second, TEXT)
     second.restore(0, tokens, data)
-    assert np.array_equal(after(second, NEXT[60:]), after(first, NEXT[60:]))
+    assert_same(after(second, NEXT[60:]), after(first, NEXT[60:]))
 
 
 def test_each_slot_has_a_state_of_its_own(opened: Opener) -> None:
@@ -91,8 +91,8 @@ def test_each_slot_has_a_state_of_its_own(opened: Opener) -> None:
     assert [list(lm.held(slot)) for slot in range(3)] == [TEXT[:20], TEXT[40:], TEXT[40:]]
     alone = after(opened(tiny()), [*TEXT[40:], 280])
     # The cells of the slots lie apart, which changes the order of some sums.
-    np.testing.assert_allclose(after(lm, [*TEXT[40:], 280], slot=1), alone, atol=1e-2)
-    np.testing.assert_allclose(after(lm, [*TEXT[40:], 280], slot=2), alone, atol=1e-2)
+    assert_close(after(lm, [*TEXT[40:], 280], slot=1), alone, atol=1e-2)
+    assert_close(after(lm, [*TEXT[40:], 280], slot=2), alone, atol=1e-2)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_damaged_data_is_refused_and_the_context_goes_on(
         with pytest.raises(StateError, match="the text is read again"):
             lm.restore(0, tokens, wrong)
         assert lm.held(0) == ()
-    assert np.array_equal(after(lm, NEXT), expected)
+    assert_same(after(lm, NEXT), expected)
     lm.restore(0, tokens, data)
     assert lm.held(0) == tokens
 
@@ -150,7 +150,7 @@ def test_a_state_that_does_not_fit_is_refused_and_the_context_goes_on(
     with pytest.raises(StateError, match=reason):
         lm.restore(0, *saved)
     fresh = opened(path(), **options)
-    assert np.array_equal(after(lm, TEXT[:40]), after(fresh, TEXT[:40]))
+    assert_same(after(lm, TEXT[:40]), after(fresh, TEXT[:40]))
 
 
 def test_other_tokens_than_the_state_holds_are_refused(
@@ -159,7 +159,7 @@ def test_other_tokens_than_the_state_holds_are_refused(
     lm = opened(tiny())
     with pytest.raises(StateError, match="holds 90 tokens and not the 89"):
         lm.restore(0, saved[0][:-1], saved[1])
-    assert np.array_equal(after(lm, TEXT), after(opened(tiny()), TEXT))
+    assert_same(after(lm, TEXT), after(opened(tiny()), TEXT))
 
 
 def test_rows_that_an_interrupt_left_behind_are_not_saved() -> None:
