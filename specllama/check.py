@@ -15,12 +15,14 @@ from specllama.loading import (
     Model,
     check_sizes,
     context_size,
+    open_context,
     open_model,
 )
 from specllama.lookahead import MAX_DRAFT_TOKENS
 from specllama.placement import Decoding
 
 _MIB = 1024 * 1024
+_SMALL = 64  # tokens, of a context that only tells what its cache can do
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,10 @@ def _cache(role: str, model: Model) -> Finding:
     """How rejected tokens are taken back from it."""
     how = "can be taken back"
     if model.has_state:
-        how = "are taken back with snapshots of its state, or from a checkpoint"
+        with open_context(model, _SMALL, Decoding(n_snapshots=1)) as context:
+            has_snapshots = context.n_tentative > 0
+        how = "are taken back "
+        how += "with snapshots of its state" if has_snapshots else "from a checkpoint of its state"
     return Finding(f"{role} cache", True, f"{model.cache_kind}: rejected tokens {how}")
 
 

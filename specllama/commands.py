@@ -81,8 +81,13 @@ def _undo(chat: Chat, _: str) -> None:
     message = chat.conversation.undo()
     if message is None:
         raise UsageError("there is no message to take back; say something first")
-    line = " ".join(message.content.split())
-    chat.screen.say(f"taken back: {line if len(line) <= 60 else f'{line[:57]}...'}")
+    chat.screen.say(f"taken back: {_line(message.content)}")
+
+
+def _line(text: str) -> str:
+    """A text in one short line."""
+    line = " ".join(text.split())
+    return line if len(line) <= 60 else f"{line[:57]}..."
 
 
 def _retry(chat: Chat, _: str) -> None:
@@ -96,6 +101,7 @@ def _edit(chat: Chat, _: str) -> None:
     if not text.strip() or text == before.strip("\n"):
         chat.screen.say("nothing was changed")
     elif users:
+        chat.screen.say(f"asked instead: {_line(text)}")
         chat.show(chat.conversation.edit(text))
     else:
         chat.send(text)
@@ -138,12 +144,18 @@ def _set(chat: Chat, argument: str) -> None:
 def _draft(chat: Chat, choice: str) -> None:
     if choice:
         is_number = choice.isascii() and choice.isdecimal()
-        chat.conversation.speculate(int(choice) if is_number else choice.lower())
+        wanted = int(choice) if is_number else choice.lower()
+        if wanted == "auto" and not chat.conversation.knows_what_pays:
+            chat.screen.aside("measuring what drafting costs here, for some seconds")
+        chat.conversation.speculate(wanted)
     now = chat.conversation.speculation
     if now == "only":
         chat.screen.say("drafting: only; the draft answers alone, and auto brings the target back")
         return
     verdict = chat.conversation.pair.speculation.verdict()
+    most = chat.conversation.pair.target.max_draft
+    if isinstance(now, int) and now > most:
+        verdict = f"no more than {most} can be taken back from the target's cache, so {most} it is"
     chat.screen.say(f"drafting: {now}; {verdict}" if verdict else f"drafting: {now}")
 
 

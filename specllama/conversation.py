@@ -172,6 +172,11 @@ class Conversation:
         return self._speakers.choice
 
     @property
+    def knows_what_pays(self) -> bool:
+        """Whether "auto" can be chosen without measuring first."""
+        return self._speakers.knows_what_pays
+
+    @property
     def context(self) -> tuple[int, int]:
         """Tokens that the conversation takes, of how many that the context holds."""
         n_ctx = self._speakers.now.target.n_ctx

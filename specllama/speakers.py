@@ -39,6 +39,11 @@ class Speakers:
         self._pair.speculation = speculation
         self.now, self.choice = self._pair, choice or "off"
 
+    @property
+    def knows_what_pays(self) -> bool:
+        """Whether what the pair was loaded with decides itself, or nothing else can."""
+        return self._own.budget is not None or self._pair.auto is None
+
     def _speculation(self, choice: str | int) -> Speculation:
         if choice == "off" or choice == 0:
             return tuning.plain()
@@ -53,7 +58,7 @@ class Speakers:
 
     def _auto(self) -> Speculation:
         """What the pair was loaded with, if that decides itself, or else what pays."""
-        if self._own.budget is None and self._pair.auto is not None:
+        if not self.knows_what_pays and self._pair.auto is not None:
             measured = self._pair.auto()
             self._own = replace(measured, at_length=measured.at_length or self._own.at_length)
         return self._own

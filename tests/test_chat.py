@@ -443,6 +443,7 @@ def test_save_replaces_a_saved_conversation_and_nothing_else(
 
 def test_a_mistyped_parameter_suggests_the_nearest(chat: Chat) -> None:
     assert "did you mean temp?" in refused(chat, "/set tmp 0.5")
+    assert "did you mean" not in refused(chat, "/set nonsense 1")
 
 
 def test_set_alone_lists_what_the_command_line_has(chat: Chat, page: Page) -> None:

@@ -245,3 +245,22 @@ def test_a_marker_ends_an_answer_as_a_stop_string_and_is_never_shown(stop: str) 
     if not is_end:
         going_on = json.loads(chat(*wanted).text)
         assert (going_on["text"], going_on["finish_detail"]) == ("", "token limit")
+
+
+def test_more_drafts_than_snapshots_are_not_promised() -> None:
+    models = ("-m", tiny("hybrid"), "-md", tiny("hybrid", noise=0.1), "-n", "6")
+    result = specllama(
+        "chat", *models, "--draft-tokens", "4", "--json", stdin=b"/draft 3\n/draft 9\nhi\n"
+    )
+    assert result.code == 0
+    assert "drafting: 3\n" in result.err
+    assert "drafting: 9; no more than 4 can be taken back" in result.err
+    stats = json.loads(result.text)["stats"]
+    assert 0 < stats["draft_n"] <= 4 * stats["rounds"]
+
+
+def test_what_takes_long_is_told_first() -> None:
+    result = chat(stdin=b"/draft auto\n/draft auto\n")
+    assert result.code == 0
+    assert result.err.count("measuring what drafting costs here") == 1
+    assert result.err.index("measuring") < result.err.index("drafting: auto")

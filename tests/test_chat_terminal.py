@@ -114,7 +114,8 @@ def test_a_transcript_of_every_command(home: Path) -> None:
         assert "nothing drafted" in t.say("/retry")
         assert t.say("/draft only").startswith("drafting: only")
         assert t.say("/draft 2").startswith("drafting: 2")
-        assert "[8 tokens, " in t.say("/edit")
+        edited = t.say("/edit")
+        assert edited.startswith("asked instead: hello twice\n") and "[8 tokens, " in edited
         assert t.say("/undo") == "taken back: hello twice"
         assert t.say(f"/read {note}").endswith("7 characters, sent with your next message")
         t.say("what is it?")

@@ -516,6 +516,18 @@ def test_check_shows_every_rule_of_a_good_pair(run: Runner) -> None:
     assert run("check", "-m", TARGET, "-md", DRAFT).out == result.out
 
 
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        ("attention", "rejected tokens can be taken back"),
+        ("hybrid", "rejected tokens are taken back with snapshots of its state"),
+        ("recurrent", "rejected tokens are taken back from a checkpoint of its state"),
+    ],
+)
+def test_check_tells_how_tokens_are_taken_back(run: Runner, kind: str, way: str) -> None:
+    assert way in run("check", str(tiny(kind))).text
+
+
 def test_check_of_one_model_alone(run: Runner) -> None:
     result = run("check", TARGET)
     assert (result.code, result.err) == (0, "")
