@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from caches import check_caches
-from rounding import assert_plain
+from rounding import assert_close, assert_plain
 from tiny import tiny
 
 from specllama import llama, vocabulary
@@ -402,8 +402,8 @@ def test_asking_again_for_the_same_logits_is_bitwise_the_same() -> None:
         [second] = ready.target.logits([Request(0, [10, 11, 12])])
         third = second.copy()
         [fourth] = ready.target.logits([Request(0, [10, 11, 12])])
-        assert np.array_equal(third, fourth)
-        assert np.allclose(kept, third, atol=1e-4)
+        np.testing.assert_array_equal(third, fourth)
+        assert_close(kept, third, atol=1e-4)
 
 
 @pytest.mark.parametrize("drafter", ["model", "none"])
