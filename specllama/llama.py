@@ -417,9 +417,9 @@ class Context(_Closing):
         self.n_slots = n_slots
         self.n_vocab = model.tokenizer.n_vocab
         self.has_state = model.has_state
+        self._window = model.window
         # What is dropped from a small window as it moves on cannot come back.
-        self._window = 0 if params.swa_full else model.window
-        self.can_rollback = not self.has_state and self._window == 0
+        self.can_rollback = not self.has_state and (bool(params.swa_full) or self._window == 0)
         self.n_tentative = n_ctx if self.can_rollback else int(params.n_ubatch)
         if self.has_state:  # llama.cpp takes fewer silently
             self.n_tentative = int(lib.llama_n_rs_seq(handle))
@@ -514,7 +514,9 @@ class Context(_Closing):
     def reach(self, slot: int) -> int:
         """How many of its newest tokens `truncate` can take back now.
 
-        llama.cpp says yes to more, and leaves a wrong state or a window with a hole.
+        llama.cpp says yes to more, and leaves a wrong state or a window with a hole. A window that
+        keeps all tokens has holes too where it was restored: what is saved of it is what the next
+        token looks at.
         """
         if self.has_state:
             return self._reach[slot]
@@ -525,10 +527,9 @@ class Context(_Closing):
     def truncate(self, slot: int, length: int) -> None:
         """Forget everything from position `length` on. Raises RollbackError if refused."""
         memory = self._memory_of(slot)
-        is_within = self.can_rollback or self.length(slot) - length <= self.reach(slot)
+        is_within = self.length(slot) - length <= self.reach(slot)
         self._reach[slot] = 0  # one removal per decode
-        done = is_within and lib.llama_memory_seq_rm(memory, slot, length, -1)
-        if not done or (self.can_rollback and lib.llama_memory_seq_pos_min(memory, slot) > 0):
+        if not is_within or not lib.llama_memory_seq_rm(memory, slot, length, -1):
             raise self._no_rollback()
 
     def _no_rollback(self) -> RollbackError:

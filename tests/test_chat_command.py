@@ -264,3 +264,19 @@ def test_what_takes_long_is_told_first() -> None:
     assert result.code == 0
     assert result.err.count("measuring what drafting costs here") == 1
     assert result.err.index("measuring") < result.err.index("drafting: auto")
+
+
+@pytest.mark.parametrize("kind", ["swa", "recurrent", "hybrid"])
+def test_a_kept_state_of_every_cache_is_gone_on_with(tmp_path: Path, kind: str) -> None:
+    """In another process, with drafts that are taken back, and asked for once more."""
+    path = tmp_path / "talk.json"
+    answers: dict[tuple[str, ...], str] = {}
+    options = ("-m", tiny(kind), "-md", tiny(kind, noise=0.1), "--draft-tokens", "3",
+               "--temp", "0", "-n", "30", "--session", path)  # fmt: skip
+    for kv in ((), ("--kv",)):
+        path.unlink(missing_ok=True)
+        assert specllama("chat", *options, *kv, stdin=b"tell me of the sea and of more").code == 0
+        result = specllama("chat", *options, *kv, stdin=b"go on\n/retry\n")
+        assert (result.code, result.err) == (0, "")
+        answers[kv] = result.text
+    assert answers[()] == answers["--kv",]

@@ -62,6 +62,23 @@ def test_a_restored_state_goes_on_as_the_saved_one_to_the_last_bit(
 
 
 @KINDS
+@pytest.mark.parametrize("n_more", [1, 3, 40])
+def test_tokens_behind_a_restored_state_can_be_taken_back(
+    opened: Opener, kind: str, n_more: int
+) -> None:
+    """Also more than the last decode's: of a window only what the next token looks at is saved."""
+    path, more = tiny(kind), [300 + 3 * i % 50 for i in range(n_more)]
+    first, second, fresh = opened(path), opened(path), opened(path)
+    after(first, TEXT)
+    second.restore(0, *first.save(0))
+    second.logits([Request(0, [*TEXT, *more], min(n_more, 16), n_more - 1)])
+    ways = ([*TEXT, more[0], 280], [*TEXT, 281], [*TEXT[:-3], 280], [*TEXT[:40], 280], [280, 281])
+    for tokens in ways:
+        assert_close(after(second, tokens), after(fresh, tokens), atol=1e-2)
+        assert second.held(0) == tuple(tokens)
+
+
+@KINDS
 def test_what_a_slot_held_before_is_gone(opened: Opener, kind: str) -> None:
     path = tiny(kind)
     first, second = opened(path), opened(path)
