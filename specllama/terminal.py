@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -112,12 +113,11 @@ class LineEditor:
             multiline=True,
             prompt_continuation="  ",
             history=_history(history),
-            key_bindings=_bindings(),
+            key_bindings=_bindings(self.edit),
             completer=_completer(commands),
             complete_while_typing=False,
             complete_style=CompleteStyle.READLINE_LIKE,
             enable_suspend=True,
-            enable_open_in_editor=True,
             output=self._output,
         )
 
@@ -175,19 +175,46 @@ class LineEditor:
     def edit(self, text: str) -> str | None:
         """Let the user change a text in their own editor; None when they did not save it.
 
-        Raises UsageError when there is no such editor.
+        Raises UsageError when there is no such editor, or what it left cannot be read.
         """
         self._unmark_pastes()
-        with _input_modes(_ordinary):
+        with _input_modes(_ordinary), _deaf_to_interrupts():
             try:
-                return click.edit(text, extension=".md")
+                ended = text if text.endswith("\n") else f"{text}\n"
+                saved = click.edit(ended.encode("utf-8", "replace"), extension=".md")
+                return None if saved is None else _decoded(saved)
             except click.ClickException as error:
                 raise UsageError(
                     f"{error.format_message()}; name an editor in VISUAL or EDITOR"
                 ) from None
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"what the editor saved is not UTF-8 at byte {error.start}; save it as UTF-8"
+                ) from None
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise UsageError(
+                    f"the editor's file is gone or cannot be used ({reason}); save it in place"
+                ) from None
 
 
-def _bindings() -> KeyBindings:
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8-sig").replace("\r\n", "\n")
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Leave Ctrl-C to the program that has the terminal; a handler, unlike SIG_IGN, is not its."""
+    before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _bindings(edit: Callable[[str], str | None]) -> KeyBindings:
+    """Keys of our own. edit: changes a text in the user's editor."""
+    from prompt_toolkit.application import run_in_terminal
     from prompt_toolkit.enums import DEFAULT_BUFFER
     from prompt_toolkit.filters import has_focus
     from prompt_toolkit.key_binding import KeyBindings
@@ -216,6 +243,22 @@ def _bindings() -> KeyBindings:
             event.app.exit(result="")
         else:
             event.app.exit(exception=KeyboardInterrupt)
+
+    @keys.add("c-x", "c-e", filter=typing)
+    def _open_editor(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+
+        def change() -> None:
+            try:
+                text = edit(buffer.text)
+            except UsageError as error:
+                click.echo(f"Error: {error}", err=True)
+                return
+            if text is not None:
+                buffer.text = text.rstrip("\n")
+                buffer.cursor_position = len(buffer.text)
+
+        run_in_terminal(change)
 
     return keys
 

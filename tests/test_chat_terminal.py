@@ -92,10 +92,8 @@ def saved(terminal: Terminal, path: Path) -> list[Message]:
 def test_a_transcript_of_every_command(home: Path) -> None:
     note = home / "note.txt"
     note.write_text("read me")
-    editor = home / "editor"
-    editor.write_text("#!/bin/sh\nprintf ' twice' >> \"$1\"\n")
-    editor.chmod(0o700)
-    with chat(home, columns=200, NO_COLOR="1", VISUAL=str(editor)) as t:
+    editor = script(home, "printf ' twice' >> \"$1\"")
+    with chat(home, columns=200, NO_COLOR="1", VISUAL=editor) as t:
         t.wait_for_prompt()
         assert t.lines[0].startswith(f"specllama {specllama.__version__}: ")
         assert "/help lists the commands" in t.text.replace("\n", " ")
@@ -129,6 +127,66 @@ def test_a_transcript_of_every_command(home: Path) -> None:
         t.keys("/quit\r")
         assert t.end() == 0
         assert b"\x1b[31m" not in t.raw and b"\x1b[2m" not in t.raw
+
+
+def script(home: Path, body: str) -> str:
+    """An editor that runs these lines of shell."""
+    path = home / "editor"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o700)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ("printf 'caf\\351' > \"$1\"", "Error: what the editor saved is not UTF-8 at byte 3"),
+        ("printf '\\377\\376a\\000' > \"$1\"", "Error: what the editor saved is not UTF-8"),
+        ("rm \"$1\"", "Error: the editor's file is gone"),
+        ("exit 3", "Error: "),
+        ("exit 0", "nothing was changed"),
+    ],
+)
+def test_an_editor_that_saves_nothing_of_use_changes_nothing(
+    home: Path, body: str, told: str
+) -> None:
+    with chat(home, columns=200, NO_COLOR="1", VISUAL=script(home, body)) as t:
+        t.wait_for_prompt()
+        t.say("hello")
+        before = saved(t, home / "talk.json")
+        assert t.say("/edit").startswith(told)
+        prompts = t.n_prompts
+        t.keys("a draft\x18\x05")
+        t.wait_for("> a draft")
+        t.wait(lambda: t.lines[-1] == "> a draft")
+        t.keys("\x03")
+        t.wait_for_prompt(prompts + 1)
+        assert saved(t, home / "talk.json") == before
+        assert "Traceback" not in t.text and "ENTER" not in t.text
+
+
+def test_the_editor_opens_on_what_is_being_typed(home: Path) -> None:
+    with chat(home, NO_COLOR="1", VISUAL=script(home, "printf 'twice' >> \"$1\"")) as t:
+        t.wait_for_prompt()
+        t.keys("hello\x18\x05")
+        t.wait_for("  twice")
+        t.say("")
+        assert saved(t, home / "talk.json")[0].content == "hello\ntwice"
+
+
+def test_ctrl_c_in_the_editor_is_the_editors(home: Path) -> None:
+    started = home / "started"
+    body = f"trap '' INT\ntouch {started}\nsleep 1\nprintf 'more' >> \"$1\""
+    with chat(home, NO_COLOR="1", VISUAL=script(home, body)) as t:
+        t.wait_for_prompt()
+        t.say("hello")
+        prompts = t.n_prompts
+        t.keys("/edit\r")
+        while not started.exists():
+            time.sleep(0.01)
+        t.keys("\x03")
+        t.wait_for_prompt(prompts + 1)
+        assert saved(t, home / "talk.json")[0].content == "hello\nmore"
 
 
 def test_an_answer_is_repainted_in_colours_with_a_legend(home: Path) -> None:
