@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from specllama.costs import CostTable
 from specllama.errors import SpecllamaError, UsageError
-from specllama.generation import Pair, Stats
+from specllama.generation import Pair, Stats, encode_prompt
 from specllama.sampling import SamplingParams
 from specllama.workloads import Workload
 
@@ -184,7 +184,7 @@ def require_room(pair: Pair, plan: Plan) -> None:
     """Raises UsageError for a prompt that does not fit with its answer, before anything is run."""
     for workload in plan.workloads:
         for prompt in workload.prompts:
-            size = len(pair.tokenizer.encode(prompt, special=True, add_special=True))
+            size = len(encode_prompt(pair.tokenizer, prompt))
             if size + plan.n_tokens > pair.target.n_ctx:
                 raise UsageError(
                     f"a prompt of {workload.name} has {size} tokens, so that an answer of "

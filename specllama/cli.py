@@ -139,10 +139,17 @@ def generate(prompt: str | None, as_json: bool, stats: bool, **options: Any) -> 
     The prompt is text to be continued, as it stands; markers such as <|im_start|> count as the
     model's own. One newline at the end of standard input is left out.
     """
+    from specllama.generation import begins_itself
+
     text = _prompt(prompt)
     seed = None if options["seed"] in (None, -1) else options["seed"]
     params = sampling_params(options)
     with load_pair(options) as pair:
+        if begins_itself(pair.tokenizer, text):
+            announce(
+                "Note: the prompt begins with the model's own beginning-of-text token, so no "
+                "second one is put before it"
+            )
         chunks = pair.generate(
             text,
             params,

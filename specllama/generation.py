@@ -125,6 +125,27 @@ class Question:
     stops: tuple[str, ...]
 
 
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Token ids of a text to be continued, in which markers count as the model's own.
+
+    BOS is put before it if the vocabulary says so and the text does not begin with it.
+    """
+    tokens = tokenizer.encode(text, special=True, add_special=True)
+    return tokens[1:] if _is_begun_twice(tokenizer, tokens) else tokens
+
+
+def begins_itself(tokenizer: Tokenizer, text: str) -> bool:
+    """Whether a text begins with the BOS that the vocabulary would put before it."""
+    return _is_begun_twice(tokenizer, tokenizer.encode(text, special=True, add_special=True))
+
+
+def _is_begun_twice(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:
+    bos = tokenizer.bos
+    if bos is None or list(tokens[:2]) != [bos, bos]:
+        return False
+    return tokenizer.encode("", special=True, add_special=True)[:1] == [bos]
+
+
 class Pair:
     """A target with its drafter, ready to generate. Close it, or use it in a with statement.
 
@@ -262,7 +283,7 @@ class Pair:
         if isinstance(prompt, bytes):
             raise TypeError("a prompt is text or token ids, not bytes; decode it first")
         if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt, special=True, add_special=True)
+            tokens = encode_prompt(self.tokenizer, prompt)
         else:
             tokens = [operator.index(t) for t in prompt]
         if not tokens and self.tokenizer.bos is not None:

@@ -18,7 +18,7 @@ from specllama.acceptance import VERIFIERS, Draft, Round, TargetLaws
 from specllama.coupling import KeyedStreams
 from specllama.drafting import Drafter, NullDrafter, SequenceState
 from specllama.errors import UsageError
-from specllama.generation import Pair
+from specllama.generation import Pair, encode_prompt
 from specllama.sampled_law import Fit, Memo, Setting, fit, remembered
 from specllama.sampling import SamplingParams, Streams
 from specllama.speculation import Speculator
@@ -137,7 +137,7 @@ def texts(pair: Pair, loads: Sequence[Workload]) -> tuple[Text, ...]:
     found = []
     for load in loads:
         for number, prompt in enumerate(load.prompts, 1):
-            tokens = pair.tokenizer.encode(prompt, special=True, add_special=True)
+            tokens = encode_prompt(pair.tokenizer, prompt)
             name = load.name if len(load.prompts) == 1 else f"{load.name} {number}"
             if tokens and most > 0:
                 found.append(Text(name, tuple(tokens[:most])))

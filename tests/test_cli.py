@@ -502,6 +502,22 @@ def test_the_log_is_shown_only_on_request() -> None:
     assert failed.err.splitlines()[-1].startswith("Error: there is no file absent.gguf")
 
 
+def test_a_typed_beginning_of_text_is_not_doubled(answer: Answer, run: Runner) -> None:
+    with llama.Model(Path(TARGET)) as model:
+        assert model.tokenizer.bos is not None
+        bos = model.tokenizer.token_texts()[model.tokenizer.bos].decode()
+    counts = [answer(prompt=f"{bos * n}hello", models=PAIR)["stats"]["prompt_n"] for n in (0, 1, 2)]
+    assert counts == [counts[0], counts[0], counts[0] + 1]
+
+
+def test_a_typed_beginning_of_text_is_told(run: Runner) -> None:
+    plain = run(*HELLO)
+    typed = run(*HELLO[:-1], "<s>hello")
+    assert plain.text == typed.text
+    assert plain.err == ""
+    assert one_line(typed).startswith("Note: the prompt begins with the model's own")
+
+
 # --- pairs --------------------------------------------------------------------------------------
 
 
