@@ -10,8 +10,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -47,8 +48,13 @@ _NO_COMMAND: type[click.UsageError] | tuple[()] = getattr(click.exceptions, "NoA
 def main() -> NoReturn:
     """Run the command line and exit with its code; no traceback reaches the user without -v."""
     console.prepare()
-    with contextlib.suppress(ValueError, OSError):
-        signal.signal(signal.SIGTERM, _terminated)
+    sys.unraisablehook = _not_lost
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        # What is ignored stays ignored, as nohup wants it.
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            with contextlib.suppress(ValueError, OSError):
+                signal.signal(number, _terminated)
     try:
         with interruptible():
             code = _run(sys.argv[1:])
@@ -56,15 +62,29 @@ def main() -> NoReturn:
         code = 130
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
+    if hasattr(signal, "SIGALRM"):
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
     sys.exit(code)
 
 
-def _terminated(_signal: int, _frame: Any) -> NoReturn:
+def _terminated(number: int, _frame: Any) -> NoReturn:
+    # The import of a library can swallow the exception; then it comes again.
+    _again(1.0, lambda _alarm, frame: _terminated(number, frame))
+    raise SystemExit(128 + number)
+
+
+def _not_lost(unraisable: Any) -> None:
+    """What a signal raised in a callback whose exceptions Python drops is raised once more."""
+    if issubclass(unraisable.exc_type, KeyboardInterrupt):
+        _again(0.01, signal.default_int_handler)
+    elif not issubclass(unraisable.exc_type, SystemExit):
+        sys.__unraisablehook__(unraisable)
+
+
+def _again(seconds: float, handler: Callable[[int, FrameType | None], Any]) -> None:
     if hasattr(signal, "setitimer"):
-        # The import of a library can swallow the exception; then it comes again.
-        signal.signal(signal.SIGALRM, _terminated)
-        signal.setitimer(signal.ITIMER_REAL, 1.0)
-    raise SystemExit(143)
+        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(signal.ITIMER_REAL, seconds)
 
 
 def _run(arguments: Sequence[str]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import os
 import sys
@@ -234,12 +235,17 @@ def _one_message(chat: Chat, prompt: str) -> int:
     return 0
 
 
+_UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+
+
 def _lines(chat: Chat) -> int:
     """Take standard input line by line; the exit code of the first line that failed, or 0."""
     from specllama.commands import take
 
     code, number = 0, 0
     for number, data in enumerate(sys.stdin.buffer, 1):
+        if number == 1 and data.startswith(_UTF_16):
+            raise UsageError("standard input is UTF-16; convert it, with iconv for example")
         try:
             line = _decoded(data).removeprefix("\ufeff" if number == 1 else "")
             if not take(chat, line):

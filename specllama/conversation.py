@@ -187,6 +187,8 @@ class Conversation:
             return 0, n_ctx
         answers = turns[-1][1:]
         asked = self.messages[: len(self.messages) - len(answers)]
+        if asked[-1].role != "user":  # from a file that somebody wrote
+            return sum(map(self._n_tokens, self.messages)), n_ctx
         return len(self._prompt(asked)) + sum(map(self._n_tokens, answers)), n_ctx
 
     def _n_tokens(self, message: Message) -> int:

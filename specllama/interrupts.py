@@ -17,14 +17,18 @@ import socket
 import threading
 from collections.abc import Iterator
 
-_STOPPING = frozenset({signal.SIGINT, signal.SIGTERM})
+_STOPPING = frozenset(
+    getattr(signal, name)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP")
+    if hasattr(signal, name)
+)
 _set_quietly = functools.partial(signal.set_wakeup_fd, warn_on_full_buffer=False)
 _watch: _Watch | None = None
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end a decode of this thread at once, if Python handles them.
+    """Let SIGINT, SIGTERM and SIGHUP end a decode of this thread at once, if Python handles them.
 
     Only the main thread receives signals; in another one, and within another such block, it does
     nothing. A wakeup fd that somebody else has set gets its bytes all the same, and is set again

@@ -127,8 +127,7 @@ class LineEditor:
         Raises KeyboardInterrupt for Ctrl-C at an empty prompt and EOFError for Ctrl-D there.
         """
         try:
-            # prompt_toolkit's own handler loses a signal that comes after it has left raw mode.
-            text = self._session.prompt(handle_sigint=False)
+            text = self._prompt()
             if self._is_taken_back():
                 return ""
         except KeyboardInterrupt:
@@ -138,6 +137,36 @@ class LineEditor:
         finally:
             self._mark_pastes()
         return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+    def _prompt(self) -> str:
+        """What is typed. Raises KeyboardInterrupt, also for one that came just after Enter.
+
+        What is raised within the work of asyncio leaves it half done, and prompt_toolkit's own
+        handler loses a signal that comes after it has left raw mode. So this one only takes note,
+        and ends the prompt if there is one.
+        """
+        app = self._session.app
+        came = False
+
+        def stop() -> None:
+            if came and app.future is not None and not app.future.done():
+                app.exit(exception=KeyboardInterrupt)
+
+        def note(_number: int, _frame: object) -> None:
+            nonlocal came
+            came = True
+            if app.loop is not None:
+                with contextlib.suppress(RuntimeError):  # closed by now
+                    app.loop.call_soon_threadsafe(stop)
+
+        before = signal.signal(signal.SIGINT, note)
+        try:
+            text = self._session.prompt(handle_sigint=False, pre_run=stop)
+        finally:
+            signal.signal(signal.SIGINT, before)
+        if came:
+            raise KeyboardInterrupt
+        return text
 
     def _is_taken_back(self) -> bool:
         """Whether Ctrl-C came after Enter, but too early to be a signal.

@@ -280,3 +280,9 @@ def test_a_kept_state_of_every_cache_is_gone_on_with(tmp_path: Path, kind: str) 
         assert (result.code, result.err) == (0, "")
         answers[kv] = result.text
     assert answers[()] == answers["--kv",]
+
+
+def test_utf_16_is_refused_whole() -> None:
+    result = chat(stdin="hi\nand now?\nmore\n".encode("utf-16"))
+    assert (result.code, result.out) == (2, b"")
+    assert result.err == "Error: standard input is UTF-16; convert it, with iconv for example\n"

@@ -297,6 +297,25 @@ def test_a_termination_gives_the_terminal_back(home: Path) -> None:
         assert t.modes == before
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_what_ends_a_chat_leaves_its_session_whole(home: Path, number: signal.Signals) -> None:
+    path = home / "talk.json"
+    with chat(home, *LONG, "--session", str(path), "--kv", NO_COLOR="1") as t:
+        t.wait_for_prompt()
+        n_lines = len(t.lines)
+        t.keys("tell me of the sea\r")
+        t.wait(lambda: len(t.lines) > n_lines + 1)
+        t.child.kill(number)
+        assert t.end() == 128 + number
+    kept = json.loads(path.read_text("utf-8"))["messages"]
+    assert [message["role"] for message in kept] == ["user", "assistant"]
+    assert len(kept[1]["content"]) > 40
+    with chat(home, "--session", str(path), "--kv", NO_COLOR="1") as t:
+        t.wait_for_prompt()
+        assert "Note" not in t.text
+        assert "[8 tokens, " in t.say("go on")
+
+
 def test_a_paste_of_many_lines_is_one_message(home: Path) -> None:
     lines = [f"line {i}: the\tsea" for i in range(40)]
     with chat(home, "-c", "4096") as t:

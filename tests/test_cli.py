@@ -340,7 +340,8 @@ def test_a_reader_that_goes_away_ends_the_run_quietly() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "")]
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
 )
 def test_a_signal_ends_the_run_without_a_traceback(
     number: signal.Signals, code: int, said: str
@@ -351,7 +352,7 @@ def test_a_signal_ends_the_run_without_a_traceback(
 
 
 def test_a_signal_while_models_are_loaded_is_not_lost() -> None:
-    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143)):
+    for number, code in ((signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)):
         # The log's first line tells that loading has begun; the signal falls into native code.
         child = subprocess.Popen(
             [sys.executable, "-m", "specllama.cli", *LONG, "-v"],
@@ -367,6 +368,28 @@ def test_a_signal_while_models_are_loaded_is_not_lost() -> None:
             assert child.wait(timeout=30) == code, rest
         assert "Exception ignored" not in rest
         assert "Traceback" not in rest
+
+
+def test_ctrl_c_in_a_callback_that_drops_exceptions_is_not_lost() -> None:
+    code = """
+import signal, time, weakref
+from specllama import cli
+
+class Gone: pass
+
+def run(arguments):
+    gone = Gone()
+    kept = weakref.ref(gone, lambda _: signal.raise_signal(signal.SIGINT))
+    del gone
+    time.sleep(20)
+
+cli._run = run
+cli.main()
+"""
+    begun = time.monotonic()
+    result = specllama(python=("-c", code))
+    assert (result.code, result.err) == (130, "")
+    assert time.monotonic() - begun < 15
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")

@@ -255,6 +255,13 @@ def test_there_must_be_something_to_answer_again(
         method(talk(pair))
 
 
+def test_context_counts_an_answer_without_a_question(pair: Pair) -> None:
+    conversation = talk(pair)
+    conversation.resume([Message("assistant", "Of what?")])
+    used, n_ctx = conversation.context
+    assert 0 < used < 12 < n_ctx
+
+
 def test_context_counts_what_was_resumed(pair: Pair) -> None:
     conversation = talk(pair)
     for text in TURNS[:2]:
