@@ -55,16 +55,26 @@ def main() -> NoReturn:
         if number is not None and signal.getsignal(number) == signal.SIG_DFL:
             with contextlib.suppress(ValueError, OSError):
                 signal.signal(number, _terminated)
-    try:
-        with interruptible():
-            code = _run(sys.argv[1:])
-    except KeyboardInterrupt:  # once more, while the first was dealt with
-        code = 130
+    code: int | None = None
+    is_deaf = False
+    while not is_deaf:
+        try:
+            if code is None:
+                with interruptible():
+                    code = _run(sys.argv[1:])
+            _be_deaf()
+            is_deaf = True
+        except KeyboardInterrupt:  # once more, while the first was dealt with
+            code = 130
+    sys.exit(code)
+
+
+def _be_deaf() -> None:
+    """Take no more interrupts: nothing is left that could be interrupted."""
     if signal.getsignal(signal.SIGINT) == signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to be interrupted
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     if hasattr(signal, "SIGALRM"):
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    sys.exit(code)
 
 
 def _terminated(number: int, _frame: Any) -> NoReturn:

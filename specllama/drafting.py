@@ -25,7 +25,8 @@ class SequenceState:
 
     slot: its number in the contexts. tokens: prompt and answer so far, all of them committed and
     at least one. n_left: how many tokens may still be emitted, at least 1 when a round begins.
-    highest: the largest token id so far, which tells whether a draft with fewer tokens can read it.
+    end_tokens: those behind which nothing needs to be drafted. highest: the largest token id so
+    far, which tells whether a draft with fewer tokens can read it.
     """
 
     slot: int
@@ -33,6 +34,7 @@ class SequenceState:
     params: SamplingParams
     streams: Streams
     n_left: int
+    end_tokens: frozenset[int] = frozenset()
     highest: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -233,5 +235,7 @@ class ModelDrafter:
                 w.laws.append(law)
                 w.tokens.append(token)
                 w.shown.append(self.vocabulary.drafted(token))
-                going.append(i)
+                # The end is submitted like any other token; only what would follow is left out.
+                if token not in w.state.end_tokens:
+                    going.append(i)
         return going

@@ -262,7 +262,12 @@ class Pair:
         kind = KeyedStreams.keyed if verifier == "coupled" else Streams.seeded
         streams: Streams = kind(seed, row)
         return SequenceState(
-            slot, list(question.tokens), question.params, streams, question.limit
+            slot,
+            list(question.tokens),
+            question.params,
+            streams,
+            question.limit,
+            self.tokenizer.end_tokens,
         )
 
     def ending(self, question: Question) -> Ending:

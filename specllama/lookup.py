@@ -124,6 +124,9 @@ class LookupDrafter:
         bucket = max(i for i, least in enumerate(self._BUCKETS) if length >= least)
         chance = self._chance(bucket)
         most = min(limit, self._limit, 4 * length, len(text.tokens) - end)
+        following = text.tokens[end : end + most]
+        ends = (i for i, token in enumerate(following, 1) if token in state.end_tokens)
+        most = next(ends, most)
         gain, count = self.budget.best([chance**m for m in range(1, most + 1)], lambda m: 0.0)
         if gain <= 0:
             self._forgive(bucket)

@@ -118,6 +118,14 @@ def test_any_draft_model(verify: Verifier, draft: Table | Iid) -> None:
 
 
 @BOTH
+@pytest.mark.parametrize("end", [0, 1, 2])
+def test_nothing_is_drafted_behind_an_end_token(verify: Verifier, end: int) -> None:
+    loop = Loop(TARGET, model_drafter(DRAFT, fixed(2)), verify, end_tokens=frozenset({end}))
+    assert error(loop, 4) < EXACT
+    assert error(loop, 2, n_sequences=2) < EXACT
+
+
+@BOTH
 def test_a_target_with_impossible_tokens(verify: Verifier) -> None:
     # Rows behind an impossible draft token are undefined; they must not be looked at.
     target = Iid(0, 0.6, 0.4)
@@ -466,6 +474,12 @@ def drop_unlikely(draft: Draft) -> Draft:
     return Draft(draft.tokens[:end], draft.laws[:end])
 
 
+def drop_an_end(draft: Draft) -> Draft:
+    """Throw a drawn token away because it would end the answer."""
+    at = draft.tokens.index(1) if 1 in draft.tokens else len(draft.tokens)
+    return Draft(draft.tokens[:at], draft.laws[:at])
+
+
 def claim_uniform(draft: Draft) -> Draft:
     """Report another law than the one drawn from."""
     return Draft(draft.tokens, tuple(Law(np.full(3, 1 / 3)) for _ in draft.laws))
@@ -512,6 +526,8 @@ MUTATIONS: dict[str, tuple[DrafterOver, Verifier]] = {
     "block acceptance with the token residual": (honest, block(cap=True, token_residual=True)),
     "dropping by the token's own q, token rule": (lying(drop_unlikely), verify_tokens),
     "dropping by the token's own q, block rule": (lying(drop_unlikely), verify_block),
+    "dropping an end token, token rule": (lying(drop_an_end), verify_tokens),
+    "dropping an end token, block rule": (lying(drop_an_end), verify_block),
     "argmax draft tested with p/q, token rule": (argmax_with_soft_laws, verify_tokens),
     "argmax draft tested with p/q, block rule": (argmax_with_soft_laws, verify_block),
     "another law reported, token rule": (lying(claim_uniform), verify_tokens),

@@ -242,6 +242,7 @@ class Loop:
     verify: Verifier = verify_block
     params: SamplingParams = PLAIN
     prompt: tuple[int, ...] = (0,)
+    end_tokens: frozenset[int] = frozenset()
 
     def emit(self, oracle: Oracle, n_tokens: int, n_sequences: int = 1) -> tuple[int, ...]:
         """Run rounds until every sequence has emitted n_tokens; all their tokens in a row."""
@@ -250,7 +251,9 @@ class Loop:
         budget = getattr(drafter, "budget", None)  # of the drafters that measure
         speculator = Speculator(lm, drafter, self.verify, self.target.n_vocab, budget)
         states = [
-            SequenceState(slot, list(self.prompt), self.params, one_stream(oracle), n_tokens)
+            SequenceState(
+                slot, list(self.prompt), self.params, one_stream(oracle), n_tokens, self.end_tokens
+            )
             for slot in range(n_sequences)
         ]
         while active := [state for state in states if state.n_left > 0]:
