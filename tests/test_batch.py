@@ -112,6 +112,16 @@ def test_a_row_alone_says_the_same(source: Path, output: Path, tmp_path: Path) -
     assert texts(tmp_path / "one.out")["row 7"] == texts(output)["row 7"]
 
 
+def test_a_row_says_the_same_wherever_it_stands(tmp_path: Path) -> None:
+    said = []
+    for name, order in (("first", rows(50)), ("last", rows(50)[::-1])):
+        source = written(tmp_path / f"{name}.jsonl", order)
+        assert batch(source, tmp_path / name).code == 0
+        said.append(texts(tmp_path / name))
+    assert said[0] == said[1]
+    assert len(set(said[0].values())) > 40
+
+
 def test_what_a_row_says_itself(tmp_path: Path, output: Path) -> None:
     prompt = {"prompt": "prompt 1 says"}
     source = written(

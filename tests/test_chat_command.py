@@ -286,3 +286,45 @@ def test_utf_16_is_refused_whole() -> None:
     result = chat(stdin="hi\nand now?\nmore\n".encode("utf-16"))
     assert (result.code, result.out) == (2, b"")
     assert result.err == "Error: standard input is UTF-16; convert it, with iconv for example\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "detail"),
+    [("0", "token limit"), ("1", "token limit"), ("-1", "context full"), ("none", "context full"),
+     ("100000000000000000000", "context full")],
+)  # fmt: skip
+def test_every_limit_means_what_it_means_elsewhere(limit: str, detail: str) -> None:
+    [turn] = map(
+        json.loads,
+        chat("-n", limit, "-c", "96", "--ignore-eos", "--json", "-p", "hi").text.splitlines(),
+    )
+    assert (turn["finish_reason"], turn["finish_detail"]) == ("length", detail)
+    if detail == "token limit":
+        assert turn["stats"]["predicted_n"] == int(limit)
+
+
+def test_a_model_whose_logits_are_nan_is_an_error() -> None:
+    result = specllama("chat", "-m", tiny("attention", nan=-1), "-p", "hi")
+    assert (result.code, result.out.strip()) == (1, b"")
+    assert "invalid logits at position" in result.err and len(result.err.splitlines()) == 1
+
+
+def test_a_broken_template_of_the_file_itself_is_named() -> None:
+    broken = tiny("attention", chat_template="a\n{% for m in messages %}{{ m.content }\n")
+    result = specllama("chat", "-m", broken, "-p", "hi")
+    assert (result.code, result.out) == (3, b"")
+    assert len(result.err.splitlines()) == 1
+    assert "chat template" in result.err and "line 2" in result.err
+
+
+@pytest.mark.parametrize(
+    ("encoding", "printed"), [("ascii", "中中中\n".encode()), ("cp1252", b"???\n")]
+)
+def test_no_console_encoding_ends_a_chat(encoding: str, printed: bytes) -> None:
+    with Model(tiny("attention")) as model:
+        token = model.tokenizer.token_texts().index("中".encode())
+    result = specllama(
+        "chat", "-m", tiny("attention"), "-n", "3", "--logit-bias", f"{token}+100",
+        stdin="é 水 🙂\n".encode(), env={"PYTHONIOENCODING": encoding},
+    )  # fmt: skip
+    assert (result.code, result.err, result.out) == (0, "", printed)

@@ -332,6 +332,19 @@ def ended(child: subprocess.Popen[bytes]) -> tuple[int, str]:
     return code, "\n".join(lines)
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+@pytest.mark.parametrize("name", [(), ("generate",), ("chat",), ("batch",), ("models", "pull")])
+def test_help_on_any_console(name: tuple[str, ...], encoding: str) -> None:
+    result = specllama(*name, "--help", env={"PYTHONIOENCODING": encoding})
+    assert (result.code, result.err) == (0, "")
+    assert result.out.decode(encoding).startswith("Usage: ")
+
+
+def test_a_mark_alone_is_an_empty_prompt() -> None:
+    alone, empty = (specllama(*HELLO[:-1], "-", stdin=data) for data in (b"\xef\xbb\xbf", b""))
+    assert (alone.code, alone.out) == (0, empty.out)
+
+
 def test_a_reader_that_goes_away_ends_the_run_quietly() -> None:
     with started(*LONG) as child:
         assert child.stdout is not None

@@ -278,6 +278,46 @@ def test_an_end_token_inside_an_accepted_block(n_draft: int) -> None:
         assert len(tokens) == 60
 
 
+@pytest.mark.parametrize("n_draft", [0, 3])
+def test_every_end_token_ends_an_answer(n_draft: int) -> None:
+    target = tiny("attention", second_eot=True)
+    draft = tiny("attention", second_eot=True, noise=0.05)
+    ends = model(target).tokenizer.end_tokens
+    assert len(ends) == 3
+    with opened(target, draft if n_draft else None, n_draft) as ready:
+        for end in ends:
+            params = SamplingParams(temperature=0, logit_bias={end: 1000.0})
+            tokens, _, last = ready.answer(params=params)
+            assert (tokens, last.finish_detail) == ([], "end token")
+            tokens, _, last = ready.answer(params=params, ignore_eos=True, max_tokens=20)
+            assert (len(tokens), last.finish_detail) == (20, "token limit")
+            assert ends.isdisjoint(tokens)
+
+
+SURE = [
+    SamplingParams(temperature=0),
+    SamplingParams(temperature=0, top_p=0.9),
+    SamplingParams(temperature=1e-8),
+    SamplingParams(temperature=1e-3),
+    SamplingParams(temperature=1, top_k=1),
+    SamplingParams(temperature=1, top_p=1e-9),
+]
+
+
+@VERIFY
+@pytest.mark.parametrize("params", SURE)
+@pytest.mark.filterwarnings("error")
+def test_what_leaves_one_token_gives_one_text(verifier: str, params: SamplingParams) -> None:
+    """And the target as its own draft is always right."""
+    target = tiny("attention")
+    with opened(target, target, 4, verifier=verifier) as ready:
+        tokens, _, last = ready.answer(params=params, max_tokens=80)
+        check(tokens, target, max_tokens=80)
+        assert last.stats is not None
+        assert last.stats.draft_n_accepted == last.stats.draft_n > 0
+        check(ready.answer(params=params, max_tokens=80, seed=2)[0], target, max_tokens=80)
+
+
 @pytest.mark.parametrize("n_draft", [0, 1, 8])
 def test_a_stop_string_that_spans_an_accepted_block(n_draft: int) -> None:
     target, draft = tiny("attention"), tiny("attention", noise=0.01)
