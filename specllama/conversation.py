@@ -13,6 +13,7 @@ from typing import Literal, Protocol
 
 from specllama.errors import UsageError
 from specllama.generation import Chunk, Pair
+from specllama.lm import Tokenizer
 from specllama.prompts import Message
 from specllama.sampling import SamplingParams
 from specllama.speakers import Speakers
@@ -50,6 +51,16 @@ class _State:
     dropped: tuple[Message, ...]
     attempt: int
     last: Answer | None
+
+
+@dataclass(frozen=True)
+class _Open:
+    """A turn that is under way. n_asked: messages up to the user's."""
+
+    before: _State
+    n_asked: int
+    answer: Answer
+    tokenizer: Tokenizer
 
 
 class Conversation:
@@ -105,6 +116,7 @@ class Conversation:
         self._notify = notify
         self._speakers = Speakers(pair)
         self._running: Generator[Chunk, None, None] | None = None
+        self._open: _Open | None = None
 
     def ask(self, text: str) -> Iterator[Chunk]:
         """Say something; the answer, chunk by chunk, whose texts together are its content.
@@ -153,10 +165,11 @@ class Conversation:
         self._put(_State(tuple(messages), tuple(dropped), attempt, None))
 
     def settle(self) -> None:
-        """End an answer whose iterator was left before its end."""
-        running, self._running = self._running, None
-        if running is not None:
-            running.close()
+        """End an answer whose iterator was left before its end; what interrupts it, it may redo."""
+        if self._running is not None:
+            self._running.close()
+        self._finish()
+        self._running = None
 
     def speculate(self, choice: str | int) -> None:
         """Choose who drafts from the next answer on: "auto", a number, "off" or "only".
@@ -230,6 +243,7 @@ class Conversation:
             ignore_eos=self.ignore_eos,
         )
         asked = asked[len(gone) :]
+        self._open = _Open(before, len(asked), answer, speaker.tokenizer)
         try:
             self._put(_State(tuple(asked), (*before.dropped, *gone), attempt, answer))
             if gone:
@@ -239,10 +253,21 @@ class Conversation:
                 self.messages[len(asked) :] = [answer.message()]
                 yield shown
         finally:
-            if answer.is_begun:
-                self.messages[len(asked) :] = [printing(answer.message(), speaker.tokenizer)]
-            else:
-                self._put(before)
+            self._finish()
+
+    def _finish(self) -> None:
+        """Let the messages be what has become of the turn under way.
+
+        An interrupt may fall in here, too, and then this is done once more.
+        """
+        turn = self._open
+        if turn is None:
+            return
+        if turn.answer.is_begun:
+            self.messages[turn.n_asked :] = [printing(turn.answer.message(), turn.tokenizer)]
+        else:
+            self._put(turn.before)
+        self._open = None
 
     def _put(self, state: _State) -> None:
         self.messages[:] = state.messages

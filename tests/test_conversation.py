@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
 from chatml import GREEDY, fresh_answer, loaded, say, talk
 from tiny import tiny
 
+from specllama import conversation as conversation_module
 from specllama import llama, tuning
 from specllama.conversation import Conversation
 from specllama.errors import DecodeError, InvalidLogits, UsageError
@@ -351,6 +356,65 @@ def test_an_interrupted_turn_takes_no_others_with_it(small: Pair) -> None:
     with pytest.raises(KeyboardInterrupt):
         list(conversation.ask("Tell me of the sea"))
     assert (conversation.messages, conversation.dropped) == (state, [])
+
+
+@contextmanager
+def interrupted_at(line: int) -> Iterator[Callable[[], bool]]:
+    """Raise KeyboardInterrupt at the n-th line of conversation.py that runs; whether it did."""
+    left = line
+
+    def each_line(_frame: FrameType, event: str, _argument: object) -> Any:
+        nonlocal left
+        left -= event == "line"
+        if left == 0:
+            left = -1
+            raise KeyboardInterrupt
+        return each_line
+
+    def each_call(frame: FrameType, _event: str, _argument: object) -> Any:
+        return each_line if frame.f_code.co_filename == conversation_module.__file__ else None
+
+    before = sys.gettrace()
+    sys.settrace(each_call)
+    try:
+        yield lambda: left < 0
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+def test_an_interrupt_while_another_one_is_dealt_with_leaves_whole_turns(
+    pair: Pair, is_begun: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each line that runs then, one after the other."""
+
+    def stopped(*_: object, **__: object) -> Iterator[Chunk]:
+        raise KeyboardInterrupt
+        yield
+
+    conversation = talk(pair)
+    say(conversation, TURNS[0])
+    first = list(conversation.messages)
+    was_hit, line = True, 0
+    while was_hit:
+        line += 1
+        conversation.resume(first)
+        chunks = conversation.ask(TURNS[1])
+        if is_begun:
+            next(chunks)
+        else:
+            monkeypatch.setattr(pair, "generate", stopped)
+        with interrupted_at(line) as hit, contextlib.suppress(KeyboardInterrupt):
+            if is_begun:
+                conversation.settle()
+            else:
+                next(chunks)
+        was_hit = hit()
+        conversation.settle()
+        assert conversation.messages[:2] == first
+        roles = [message.role for message in conversation.messages[2:]]
+        assert roles == (["user", "assistant"] if is_begun else [])
+    assert line > 5
 
 
 def test_stop_refuses_a_turn_that_has_no_room_and_loses_nothing(small: Pair) -> None:
