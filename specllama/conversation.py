@@ -13,7 +13,6 @@ from typing import Literal, Protocol
 
 from specllama.errors import UsageError
 from specllama.generation import Chunk, Pair
-from specllama.lm import Tokenizer
 from specllama.prompts import Message
 from specllama.sampling import SamplingParams
 from specllama.speakers import Speakers
@@ -55,12 +54,12 @@ class _State:
 
 @dataclass(frozen=True)
 class _Open:
-    """A turn that is under way. n_asked: messages up to the user's."""
+    """A turn that is under way. n_asked: messages up to the user's. speaker: who answers."""
 
     before: _State
     n_asked: int
     answer: Answer
-    tokenizer: Tokenizer
+    speaker: Pair
 
 
 class Conversation:
@@ -243,7 +242,7 @@ class Conversation:
             ignore_eos=self.ignore_eos,
         )
         asked = asked[len(gone) :]
-        self._open = _Open(before, len(asked), answer, speaker.tokenizer)
+        self._open = _Open(before, len(asked), answer, speaker)
         try:
             self._put(_State(tuple(asked), (*before.dropped, *gone), attempt, answer))
             if gone:
@@ -264,7 +263,8 @@ class Conversation:
         if turn is None:
             return
         if turn.answer.is_begun:
-            self.messages[turn.n_asked :] = [printing(turn.answer.message(), turn.tokenizer)]
+            message = printing(turn.answer.message(), turn.speaker.tokenizer)
+            self.messages[turn.n_asked :] = [message]
         else:
             self._put(turn.before)
         self._open = None
