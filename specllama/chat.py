@@ -114,12 +114,10 @@ class Chat:
     def _keep_messages(self) -> None:
         """Save without the caches: they are large, change with every turn, and can wait."""
         if self.session is not None:
-            self.conversation.settle()
             sessions.save(self.session, self.conversation)
 
     def save(self, path: Path) -> None:
         """Save the conversation. Raises SpecllamaError, with the file that was there as it was."""
-        self.conversation.settle()
         for notice in sessions.save(path, self.conversation, kv=self._kv):
             self.screen.say(f"Note: {notice}")
 

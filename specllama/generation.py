@@ -125,6 +125,10 @@ class Question:
     stops: tuple[str, ...]
 
 
+# Characters, more than any marker has.
+_HEAD = 256
+
+
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     """Token ids of a text to be continued, in which markers count as the model's own.
 
@@ -136,7 +140,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def begins_itself(tokenizer: Tokenizer, text: str) -> bool:
     """Whether a text begins with the BOS that the vocabulary would put before it."""
-    return _is_begun_twice(tokenizer, tokenizer.encode(text, special=True, add_special=True))
+    head = tokenizer.encode(text[:_HEAD], special=True, add_special=True)
+    return _is_begun_twice(tokenizer, head)
 
 
 def _is_begun_twice(tokenizer: Tokenizer, tokens: Sequence[int]) -> bool:

@@ -10,6 +10,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -152,18 +153,15 @@ class LineEditor:
             if came and app.future is not None and not app.future.done():
                 app.exit(exception=KeyboardInterrupt)
 
-        def note(_number: int, _frame: object) -> None:
+        def note(_number: int, _frame: FrameType | None) -> None:
             nonlocal came
             came = True
             if app.loop is not None:
                 with contextlib.suppress(RuntimeError):  # closed by now
                     app.loop.call_soon_threadsafe(stop)
 
-        before = signal.signal(signal.SIGINT, note)
-        try:
+        with _interrupts_to(note):
             text = self._session.prompt(handle_sigint=False, pre_run=stop)
-        finally:
-            signal.signal(signal.SIGINT, before)
         if came:
             raise KeyboardInterrupt
         return text
@@ -207,11 +205,12 @@ class LineEditor:
         Raises UsageError when there is no such editor, or what it left cannot be read.
         """
         self._unmark_pastes()
-        with _input_modes(_ordinary), _deaf_to_interrupts():
+        # Ctrl-C is for the program that has the terminal; SIG_IGN would be taken over by it.
+        with _input_modes(_ordinary), _interrupts_to(lambda _number, _frame: None):
             try:
                 ended = text if text.endswith("\n") else f"{text}\n"
                 saved = click.edit(ended.encode("utf-8", "replace"), extension=".md")
-                return None if saved is None else _decoded(saved)
+                return None if saved is None else saved.decode("utf-8-sig").replace("\r\n", "\n")
             except click.ClickException as error:
                 raise UsageError(
                     f"{error.format_message()}; name an editor in VISUAL or EDITOR"
@@ -227,14 +226,10 @@ class LineEditor:
                 ) from None
 
 
-def _decoded(data: bytes) -> str:
-    return data.decode("utf-8-sig").replace("\r\n", "\n")
-
-
 @contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Leave Ctrl-C to the program that has the terminal; a handler, unlike SIG_IGN, is not its."""
-    before = signal.signal(signal.SIGINT, lambda _number, _frame: None)
+def _interrupts_to(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Let Ctrl-C call this for a while."""
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
